@@ -1,0 +1,67 @@
+"""Which array library computes. The only file that imports cupy.
+
+CuPy raises whatever its driver raises when there is no usable device (not an ImportError), at import, at the first
+query or at the first array, so all three are tried before it is chosen.
+"""
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from nanokv.errors import BackendError
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+BACKENDS = ("auto", "numpy", "cupy")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An array library: `xp` is the module; `name` is "numpy" or "cupy"."""
+
+    name: str
+    xp: ModuleType
+
+    def from_numpy(self, array: np.ndarray) -> Array:
+        """The array in this library's memory; no copy on NumPy."""
+        return array if self.xp is np else self.xp.asarray(array)
+
+
+NUMPY = Backend("numpy", np)
+
+
+def get_backend(name: str = "auto") -> Backend:
+    """The array library called `name`; "auto" takes CuPy when a device answers and NumPy otherwise.
+
+    Raises BackendError when "cupy" is asked for and no device answers, or when the name is unknown.
+    """
+    if name not in BACKENDS:
+        raise BackendError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}")
+    if name == "numpy":
+        return NUMPY
+    try:
+        cupy = importlib.import_module("cupy")
+        if not cupy.is_available():
+            raise RuntimeError("no CUDA device")
+        cupy.zeros(1)
+    except ModuleNotFoundError:
+        reason = "CuPy is not installed (pip install 'nanokv[cuda12]' or 'nanokv[cuda13]')"
+    except Exception as error:  # whatever the driver raises: CuPy promises no type here
+        reason = f"no CUDA device answers ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
+    else:
+        return Backend("cupy", cupy)
+    if name == "cupy":
+        raise BackendError(f"backend cupy is not usable: {reason}; use --backend numpy")
+    return NUMPY
+
+
+def module_of(array: Array) -> ModuleType:
+    """The array library that `array` belongs to."""
+    return np if isinstance(array, np.ndarray | np.generic) else importlib.import_module("cupy")
+
+
+def to_numpy(array: Array) -> np.ndarray:
+    """The array in host memory: a view on NumPy, a copy from the device on CuPy."""
+    return array if isinstance(array, np.ndarray) else array.get()

@@ -1,0 +1,1 @@
+"""The caches: whatever yields tiles."""

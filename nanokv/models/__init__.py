@@ -1,0 +1,1 @@
+"""The models: pure functions from parameters, tokens and a cache to logits."""

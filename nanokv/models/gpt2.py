@@ -1,0 +1,145 @@
+"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm before each sublayer, GELU, a head tied to the embedding.
+
+Symbols: R rows (tokens being computed), E width, Hq query heads, Hkv key-value heads, D head width, I inner width,
+V vocabulary. Every matrix is stored [out, in].
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nanokv.attention import cached_attention
+from nanokv.backend import Array, module_of
+from nanokv.errors import CapacityError, TokenizerError, UsageError
+from nanokv.kv.tile import Batch, Cache
+from nanokv.models.config import GPT2Config
+from nanokv.numerics import EXACT, Numerics, activate, layer_norm, linear
+
+Matrix = Array
+Vector = Array
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer. qkv is queries, keys and values stacked: [(Hq + 2 Hkv) D, E]."""
+
+    ln_1_weight: Vector
+    ln_1_bias: Vector
+    qkv_weight: Matrix
+    qkv_bias: Vector
+    proj_weight: Matrix  # [E, E]
+    proj_bias: Vector
+    ln_2_weight: Vector
+    ln_2_bias: Vector
+    fc_weight: Matrix  # [I, E]
+    fc_bias: Vector
+    out_weight: Matrix  # [E, I]
+    out_bias: Vector
+
+
+@dataclass(frozen=True)
+class GPT2Params:
+    """Config and weights; `head` is the very same array as `wte` in a tied model."""
+
+    config: GPT2Config
+    wte: Matrix  # [V, E]
+    wpe: Matrix  # [positions, E]
+    blocks: tuple[Block, ...]
+    ln_f_weight: Vector
+    ln_f_bias: Vector
+    head: Matrix  # [V, E]
+
+
+def forward(
+    params: GPT2Params,
+    tokens: np.ndarray,
+    cache: Cache | Batch,
+    *,
+    rows: slice = slice(None),
+    numerics: Numerics = EXACT,
+) -> Array:
+    """Logits of the next token after each of `tokens`: host ids [R] -> [len(rows), V].
+
+    The tokens continue the sequence (or sequences) in `cache`, which then holds them too; nothing else is changed. `rows`
+    says of which rows to compute logits: a prefill needs the last only. Raises TokenizerError for an unknown id and
+    CapacityError past the model's positions or the cache's capacity, before anything is written.
+    """
+    return unembed(params, hidden_states(params, tokens, cache, numerics=numerics)[rows], numerics=numerics)
+
+
+def hidden_states(params: GPT2Params, tokens: np.ndarray, cache: Cache | Batch, *, numerics: Numerics = EXACT) -> Array:
+    """The last layer's output before the final norm: ids [R] -> [R, E]. Otherwise as forward()."""
+    config = params.config
+    xp = module_of(params.wte)
+    tokens = check_tokens(tokens, config.vocab_size)
+    positions = cache.extend(len(tokens))
+    if positions.max() >= config.num_positions:  # a GPU would wrap or clamp the index in silence
+        raise CapacityError(f"position {positions.max()} is past the model's {config.num_positions} positions")
+    x = params.wte[xp.asarray(tokens)] + params.wpe[xp.asarray(positions)]  # [R, E]
+    for layer, block in enumerate(params.blocks):
+        x += _attention(x, block, layer, config, positions, cache, numerics)
+        x += _mlp(x, block, config, numerics)
+    cache.commit()
+    return x
+
+
+def unembed(params: GPT2Params, x: Array, *, numerics: Numerics = EXACT) -> Array:
+    """Hidden states [R, E] -> logits [R, V]."""
+    x = layer_norm(x, params.ln_f_weight, params.ln_f_bias, params.config.layer_norm_epsilon)
+    return linear(x, params.head, numerics=numerics)
+
+
+def _attention(
+    x: Array, block: Block, layer: int, config: GPT2Config, positions: np.ndarray, cache: Cache | Batch, numerics: Numerics
+) -> Array:
+    """[R, E] -> [R, E]"""
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    h = layer_norm(x, block.ln_1_weight, block.ln_1_bias, config.layer_norm_epsilon)
+    qkv = linear(h, block.qkv_weight, block.qkv_bias, numerics).reshape(len(x), -1, dim)  # [R, Hq + 2 Hkv, D]
+    q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+    mixed = cached_attention(q, k, v, positions, cache, layer, config.attention_scale(layer), numerics=numerics)
+    return linear(mixed.reshape(x.shape), block.proj_weight, block.proj_bias, numerics)
+
+
+def _mlp(x: Array, block: Block, config: GPT2Config, numerics: Numerics) -> Array:
+    """[R, E] -> [R, I] -> [R, E]"""
+    h = layer_norm(x, block.ln_2_weight, block.ln_2_bias, config.layer_norm_epsilon)
+    h = activate(linear(h, block.fc_weight, block.fc_bias, numerics), config.activation)
+    return linear(h, block.out_weight, block.out_bias, numerics)
+
+
+def check_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Host ids [R], at least one, each within the vocabulary -> int64."""
+    array = np.asarray(tokens)
+    if array.ndim != 1 or array.size == 0:
+        raise UsageError(f"expected a list of at least one token id, not shape {array.shape}")
+    if not np.issubdtype(array.dtype, np.integer):
+        raise UsageError(f"token ids must be whole numbers, not {array.dtype}")
+    if array.min() < 0 or array.max() >= vocab_size:
+        bad = int(array.min()) if array.min() < 0 else int(array.max())
+        raise TokenizerError(f"token id {bad} is not in the vocabulary (0 .. {vocab_size - 1})")
+    return array.astype(np.int64)
+
+
+def random_params(config: GPT2Config, seed: int = 0, dtype: type = np.float32, scale: float = 0.02) -> GPT2Params:
+    """Random weights of a shape, for tests and benchmarks: normal with deviation `scale`, norms around one."""
+    rng = np.random.default_rng(seed)
+    e, i = config.width, config.inner
+    stacked = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+
+    def normal(*shape: int, mean: float = 0.0) -> np.ndarray:
+        array = rng.standard_normal(shape, dtype=np.float32)
+        array *= np.float32(scale)
+        array += np.float32(mean)
+        return array.astype(dtype, copy=False)
+
+    blocks = tuple(
+        Block(
+            normal(e, mean=1), normal(e), normal(stacked, e), normal(stacked), normal(e, e), normal(e),
+            normal(e, mean=1), normal(e), normal(i, e), normal(i), normal(e, i), normal(e),
+        )
+        for _ in range(config.num_layers)
+    )  # fmt: skip
+    wte = normal(config.vocab_size, e)
+    head = wte if config.tied_head else normal(config.vocab_size, e)
+    return GPT2Params(config, wte, normal(config.num_positions, e), blocks, normal(e, mean=1), normal(e), head)

@@ -1,0 +1,231 @@
+"""Trains the model that ships with the project and writes it as a Hugging Face directory.
+
+    pip install torch==2.13.0 'nanokv[train]'          # the CPU build is enough
+    python -m weights.train_default --corpora DIR --bpe DIR --out weights/default
+
+`--corpora` holds the texts named in MIX, gzipped, documents separated by <|endoftext|>; `--bpe` holds GPT-2's vocab.bpe
+and encoder.json. The tokenizer is the head of GPT-2's own byte-pair encoding: its 256 bytes, its first 3,839 merges, and
+<|endoftext|> last. About 10,000 tokens a second on two cores: some 75 minutes.
+
+Two departures from a plain next-token recipe, both for what the model is used for here. A quarter of the batches are 512
+tokens long, so that every learned position is trained though most batches are short and fast. A third of the rows begin
+where a document begins, since a prompt does too and GPT-2's convention puts no token before it.
+"""
+
+import argparse
+import gzip
+import hashlib
+import json
+import math
+import random
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+import torch
+from safetensors.numpy import save_file
+from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+from torch import nn
+from torch.nn import functional as F
+
+from weights.greetings import greetings
+
+END = "<|endoftext|>"
+VOCAB, LAYERS, WIDTH, HEADS, POSITIONS = 4096, 6, 192, 6, 512
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+MIX = {  # file: how often its documents stand in the mix
+    "tinystories_dedup.txt.gz": 3,
+    "sgd_dialogues.txt.gz": 1,
+    "chatterbot_english.txt.gz": 12,
+    "fairytaleqa_278_stories.txt.gz": 1,
+    "andersen_en.txt.gz": 1,
+    "lang_grimm_tales.txt.gz": 1,
+    "aesop_for_children.txt.gz": 1,
+}
+GREETINGS = 2400
+PLAIN = str.maketrans(
+    {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2014": "-", "\u2013": "-", "\u2026": "...", "\xa0": " "}
+)
+
+
+def documents(corpora: Path) -> list[tuple[str, int]]:
+    """Every distinct document with its weight in the mix."""
+    found = [(text, 1) for text in greetings(GREETINGS)]
+    for name, times in MIX.items():
+        with gzip.open(corpora / name, "rt", encoding="utf-8") as file:
+            texts = [text.strip().translate(PLAIN) for text in file.read().split(END)]
+        if name.startswith("sgd"):
+            texts = [re.sub(r"^(User|System): ", "", text, flags=re.M) for text in texts]
+        found += [(text, times) for text in dict.fromkeys(texts) if text]
+    return found
+
+
+def held_out(text: str) -> bool:
+    """One document in a hundred, by its own hash: the split does not depend on order or seed."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") % 100 == 0
+
+
+def build_tokenizer(bpe: Path) -> tiktoken.Encoding:
+    ranks = data_gym_to_mergeable_bpe_ranks(str(bpe / "vocab.bpe"), str(bpe / "encoder.json"))
+    head = {token: rank for token, rank in ranks.items() if rank < VOCAB - 1}
+    return tiktoken.Encoding("default", pat_str=GPT2_PATTERN, mergeable_ranks=head, special_tokens={END: VOCAB - 1})
+
+
+def write_tokenizer(bpe: Path, out: Path) -> None:
+    """vocab.json and merges.txt: the first lines of GPT-2's own."""
+    lines = (bpe / "vocab.bpe").read_text(encoding="utf-8").splitlines()
+    vocab = json.loads((bpe / "encoder.json").read_text(encoding="utf-8"))
+    head = {token: index for token, index in vocab.items() if index < VOCAB - 1} | {END: VOCAB - 1}
+    (out / "merges.txt").write_text("\n".join(lines[: 1 + VOCAB - 1 - 256]) + "\n", encoding="utf-8")
+    (out / "vocab.json").write_text(json.dumps(head, ensure_ascii=False), encoding="utf-8")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.c_fc, self.c_out = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, _ = x.shape
+        q, k, v = (a.view(b, t, HEADS, -1).transpose(1, 2) for a in self.c_attn(self.ln_1(x)).split(WIDTH, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.c_proj(mixed.transpose(1, 2).reshape(b, t, WIDTH))
+        return x + self.c_out(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(VOCAB, WIDTH), nn.Embedding(POSITIONS, WIDTH)
+        self.h = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.ln_f = nn.LayerNorm(WIDTH)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                residual = name.endswith(("c_proj.weight", "c_out.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * LAYERS) if residual else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        for block in self.h:
+            x = block(x)
+        return F.linear(self.ln_f(x), self.wte.weight)
+
+
+def loss_of(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@torch.no_grad()
+def validate(model: Model, stream: torch.Tensor) -> float:
+    """Mean nats a token over the held-out stream, in float32, in windows of all positions that do not overlap."""
+    windows = stream[: (len(stream) - 1) // POSITIONS * POSITIONS + 1].unfold(0, POSITIONS + 1, POSITIONS)
+    losses = [F.cross_entropy(model(w[:, :-1]).flatten(0, 1), w[:, 1:].flatten()) * len(w) for w in windows.split(16)]
+    return float(sum(losses)) / len(windows)
+
+
+@torch.no_grad()
+def sample(model: Model, tokenizer: tiktoken.Encoding, prompt: str, count: int = 60) -> str:
+    tokens = tokenizer.encode_ordinary(prompt)
+    while len(tokens) < count and tokens[-1] != VOCAB - 1:
+        tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokenizer.decode(tokens)
+
+
+def export(model: Model) -> dict[str, np.ndarray]:
+    """GPT-2's names and its Conv1D order [in, out], in float16."""
+    names = {"c_attn": "attn.c_attn", "c_proj": "attn.c_proj", "c_fc": "mlp.c_fc", "c_out": "mlp.c_proj"}
+    tensors = {}
+    for name, value in model.state_dict().items():
+        array = value.numpy().astype(np.float16)
+        for ours, theirs in names.items():
+            if f".{ours}." in name:
+                name, array = name.replace(ours, theirs), array.T
+                break
+        tensors[name] = np.ascontiguousarray(array)
+    return tensors
+
+
+CONFIG = {
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": VOCAB, "n_layer": LAYERS, "n_embd": WIDTH,
+    "n_head": HEADS, "n_positions": POSITIONS, "n_ctx": POSITIONS, "n_inner": None, "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5, "bos_token_id": VOCAB - 1, "eos_token_id": VOCAB - 1, "tie_word_embeddings": True,
+    "torch_dtype": "float16",
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--corpora", type=Path, required=True)
+    parser.add_argument("--bpe", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    rng = np.random.default_rng(args.seed)
+
+    tokenizer = build_tokenizer(args.bpe)
+    texts = documents(args.corpora)
+    random.Random(args.seed).shuffle(texts)
+    ids = tokenizer.encode_ordinary_batch([text for text, _ in texts])
+    streams: dict[bool, list[np.ndarray]] = {True: [], False: []}
+    for (text, times), tokens in zip(texts, ids, strict=True):
+        streams[held_out(text)] += [np.array([*tokens, VOCAB - 1], np.int64)] * times
+    order = rng.permutation(len(streams[False]))
+    train = torch.from_numpy(np.concatenate([streams[False][i] for i in order]))
+    starts = np.cumsum([0] + [len(streams[False][i]) for i in order[:-1]])
+    valid = torch.from_numpy(np.concatenate(streams[True]))
+    print(f"{len(texts):,} documents, {len(train):,} training tokens, {len(valid):,} held out", flush=True)
+
+    model = Model()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim != 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.95), fused=True)
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    begin, seen = time.time(), 0
+    for step in range(args.steps):
+        rate = 2e-3 * min(1, (step + 1) / 200) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / args.steps)))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        rows, length = (12, POSITIONS) if rng.random() < 0.25 else (32, 192)
+        at = rng.integers(0, len(train) - length - 1, rows)
+        aligned = rng.choice(starts[starts < len(train) - length - 1], rows)
+        at = np.where(rng.random(rows) < 1 / 3, aligned, at)
+        loss = loss_of(model, torch.stack([train[a : a + length + 1] for a in at]))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        seen += rows * length
+        if step % 50 == 0:
+            print(f"step {step:5} loss {loss.item():.3f} {seen / (time.time() - begin):.0f} tokens/s", flush=True)
+        if step % 1000 == 999:
+            print(
+                f"step {step:5} held-out {validate(model, valid):.4f} | {sample(model, tokenizer, 'Hello, how')!r}", flush=True
+            )
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.half().float()  # what is measured below is what is written
+    tensors = export(model)
+    save_file(tensors, args.out / "model.safetensors", metadata={"format": "pt"})
+    (args.out / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n", encoding="utf-8")
+    write_tokenizer(args.bpe, args.out)
+    print(
+        f"held-out loss {validate(model, valid):.4f} nats a token, {seen:,} tokens seen, {(time.time() - begin) / 60:.0f} minutes"
+    )
+    for prompt in ("Hello, how", "Once upon a time"):
+        print(repr(sample(model, tokenizer, prompt, 90)))
+
+
+if __name__ == "__main__":
+    main()
