@@ -56,7 +56,7 @@ def tile_partials(q: Array, k: Array, v: Array, hidden: Array | None) -> Partial
     xp = module_of(q)
     scores = xp.matmul(q, k.transpose(0, 2, 3, 1)[None])  # [B, n, Hkv, P*G, T]
     if hidden is not None:
-        xp.copyto(scores, scores.dtype.type(-np.inf), where=hidden)
+        xp.copyto(scores, -np.inf, where=hidden)
     m = xp.maximum(scores.max(axis=-1, keepdims=True), np.finfo(scores.dtype).min)
     scores -= m
     xp.exp(scores, out=scores)

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from nanokv.backend import Array
+from nanokv.errors import UsageError
 
 TILE = 128
 
@@ -96,7 +97,7 @@ class Batch:
     def extend(self, count: int) -> np.ndarray:
         expected = sum(rows for _, rows in self._members)
         if count != expected:
-            raise ValueError(f"{count} tokens for a batch of {expected} rows")
+            raise UsageError(f"{count} tokens for a batch of {expected} rows")
         return np.concatenate([cache.extend(rows) for cache, rows in self._members])
 
     def members(self) -> Iterator[tuple[Cache, slice]]:

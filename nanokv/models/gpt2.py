@@ -74,7 +74,7 @@ def hidden_states(params: GPT2Params, tokens: np.ndarray, cache: Cache | Batch, 
     tokens = check_tokens(tokens, config.vocab_size)
     positions = cache.extend(len(tokens))
     if positions.max() >= config.num_positions:  # a GPU would wrap or clamp the index in silence
-        raise CapacityError(f"position {positions.max()} is past the model's {config.num_positions} positions")
+        raise CapacityError(f"position {positions.max()} is past the model's {config.num_positions} positions (0 is the first)")
     x = params.wte[xp.asarray(tokens)] + params.wpe[xp.asarray(positions)]  # [R, E]
     for layer, block in enumerate(params.blocks):
         x += _attention(x, block, layer, config, positions, cache, numerics)
@@ -87,6 +87,23 @@ def unembed(params: GPT2Params, x: Array, *, numerics: Numerics = EXACT) -> Arra
     """Hidden states [R, E] -> logits [R, V]."""
     x = layer_norm(x, params.ln_f_weight, params.ln_f_bias, params.config.layer_norm_epsilon)
     return linear(x, params.head, numerics=numerics)
+
+
+def fast_bound(params: GPT2Params, x: Array) -> Array:
+    """How far the logits of two runs from the hidden states x [R, E] may lie apart when one is fast -> [R, 1].
+
+    First order in the unit roundoff: each of the 2 L + 1 sublayers rounds sums of at most K terms, so it adds at most
+    gamma_K of its output's size, and passes on what came in without making it larger relative to that size; a logit is a
+    product of a row of the head and a normalised x. Twice, for the two runs. docs/numerics.md has the derivation and
+    where it does not hold.
+    """
+    config = params.config
+    widest = max(config.width, config.inner, len(x))
+    unit = np.finfo(x.dtype).eps / 2
+    gamma = widest * unit / (1 - widest * unit)
+    normed = layer_norm(x, params.ln_f_weight, params.ln_f_bias, config.layer_norm_epsilon)
+    size = np.linalg.norm(params.head, axis=-1).max() * np.linalg.norm(normed, axis=-1, keepdims=True)
+    return 2 * (2 * config.num_layers + 1) * gamma * size
 
 
 def _attention(

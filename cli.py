@@ -1,0 +1,49 @@
+"""The command line: `python cli.py COMMAND`, or `nanokv COMMAND` once installed."""
+
+import sys
+import traceback
+from typing import Any
+
+import click
+
+from nanokv import __version__
+from nanokv.commands.bench import bench
+from nanokv.commands.generate import generate
+from nanokv.errors import NanoKVError
+
+
+class Commands(click.Group):
+    """Every error that nanokv raises ends in one line and an exit code; `--debug`, anywhere, shows the traceback."""
+
+    def main(self, args: list[str] | None = None, *rest: Any, **options: Any) -> Any:
+        args = list(sys.argv[1:] if args is None else args)
+        before = args[: args.index("--")] if "--" in args else args
+        debug = "--debug" in before
+        if debug:
+            args.remove("--debug")
+        try:
+            return super().main(args, *rest, **options)
+        except NanoKVError as error:
+            code, message = error.exit_code, str(error)
+        except Exception as error:  # a fault of nanokv, but still not a page of traceback
+            code, message = 1, f"unexpected {type(error).__name__}: {error} (--debug shows where)"
+        if debug:
+            traceback.print_exc()
+        click.echo("error: " + " ".join(message.split()), err=True)
+        sys.exit(code)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="nanokv")
+def main() -> None:
+    """The reference to check a KV cache against: GPT-2 inference with explicit caches.
+
+    --debug, with any command, shows the traceback of an error.
+    """
+
+
+for command in (generate, bench):
+    main.add_command(command)
+
+if __name__ == "__main__":
+    main()

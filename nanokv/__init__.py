@@ -1,0 +1,76 @@
+"""nanokv: the reference to check a KV cache against.
+
+    import nanokv
+    model = nanokv.load("default")
+    print(model.generate("Hello, how", max_tokens=20).text)
+
+Nothing heavy is imported before it is used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanokv.attention import attend, naive_attention
+    from nanokv.errors import NanoKVError
+    from nanokv.generate import Generation, Options
+    from nanokv.kv.contiguous import ContiguousCache
+    from nanokv.kv.tile import TILE, Batch, Cache, Tiles, Visibility
+    from nanokv.model import Model
+    from nanokv.models.config import GPT2Config
+    from nanokv.models.gpt2 import GPT2Params, forward
+    from nanokv.numerics import EXACT, FAST, Numerics
+    from nanokv.sampling import Sampler, SamplingParams
+    from nanokv.tokenizer import Tokenizer
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "nanokv.attention": ("attend", "naive_attention"),
+    "nanokv.errors": ("NanoKVError",),
+    "nanokv.generate": ("Generation", "Options"),
+    "nanokv.kv.contiguous": ("ContiguousCache",),
+    "nanokv.kv.tile": ("TILE", "Batch", "Cache", "Tiles", "Visibility"),
+    "nanokv.model": ("Model",),
+    "nanokv.models.config": ("GPT2Config",),
+    "nanokv.models.gpt2": ("GPT2Params", "forward"),
+    "nanokv.numerics": ("EXACT", "FAST", "Numerics"),
+    "nanokv.sampling": ("Sampler", "SamplingParams"),
+    "nanokv.tokenizer": ("Tokenizer",),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "EXACT", "FAST", "TILE", "Batch", "Cache", "ContiguousCache", "GPT2Config", "GPT2Params", "Generation", "Model",
+    "NanoKVError", "Numerics", "Options", "Sampler", "SamplingParams", "Tiles", "Tokenizer", "Visibility", "attend",
+    "forward", "load", "naive_attention",
+]  # fmt: skip
+
+
+def load(source: str = "default", *, dtype: str = "float32", backend: str = "auto", numerics: str | None = None) -> "Model":
+    """A model ready to run.
+
+    `source`: "default" (ships with nanokv), a directory in Hugging Face's layout, or a hub id such as "gpt2". `dtype`:
+    float32 or float64. `backend`: auto, numpy or cupy. `numerics`: exact or fast; None is exact on NumPy and fast on CuPy,
+    whose products make no promise about rows. Raises a NanoKVError that says in one line what is wrong.
+    """
+    from nanokv.backend import get_backend
+    from nanokv.errors import UsageError
+    from nanokv.model import Model
+    from nanokv.numerics import EXACT, FAST
+    from weights import load as load_weights
+
+    chosen = get_backend(backend)
+    if numerics not in (None, EXACT, FAST):
+        raise UsageError(f"unknown numerics {numerics!r}: choose exact or fast")
+    if numerics == EXACT and chosen.name == "cupy":
+        raise UsageError("numerics exact is not available on cupy: its products depend on the batch; use fast, or numpy")
+    mode = FAST if numerics == FAST or chosen.name == "cupy" else EXACT
+    checkpoint = load_weights(source, dtype=dtype, backend=chosen)
+    return Model(checkpoint.name, checkpoint.params, checkpoint.tokenizer, checkpoint.eos_token_ids, chosen, mode)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        return getattr(import_module(_MODULE_OF[name]), name)
+    raise AttributeError(f"module 'nanokv' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""The top floor: one file a command. Parse, call, print; no arithmetic."""

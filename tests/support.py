@@ -1,0 +1,63 @@
+"""What several tests need: small models, caches whose unused memory is NaN, the optional data folder."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from nanokv.kv.contiguous import ContiguousCache
+from nanokv.models.config import GPT2Config
+from nanokv.models.gpt2 import GPT2Params, forward
+from nanokv.numerics import EXACT, Numerics
+
+ROOT = Path(__file__).parent.parent
+DATA = ROOT.parent / "shared" / "data"
+
+
+def data(path: str) -> Path:
+    """A file of the data folder beside the project, or a skip that says which is missing."""
+    found = DATA / path
+    if not found.exists():
+        pytest.skip(f"not run: {path} is not in the data folder beside the project")
+    return found
+
+
+def small_config(
+    layers: int = 2, heads: int = 4, kv_heads: int = 4, dim: int = 8, positions: int = 320, vocab: int = 61, **more: object
+) -> GPT2Config:
+    return GPT2Config(vocab, positions, heads * dim, layers, heads, kv_heads, 4 * heads * dim, **more)
+
+
+def nan_cache(config: GPT2Config, capacity: int, dtype: type = np.float32) -> ContiguousCache:
+    """A cache in which every slot that was never written is NaN: one that is read shows."""
+    cache = ContiguousCache(config.num_layers, config.num_kv_heads, config.head_dim, capacity, dtype)
+    cache.k[:], cache.v[:] = np.nan, np.nan
+    return cache
+
+
+def in_chunks(
+    params: GPT2Params, tokens: np.ndarray, chunks: list[int], cache: ContiguousCache, numerics: Numerics = EXACT
+) -> np.ndarray:
+    """All logits of `tokens` fed in pieces of the given sizes."""
+    parts, at = [], 0
+    for size in chunks:
+        parts.append(forward(params, tokens[at : at + size], cache, numerics=numerics))
+        at += size
+    assert at == len(tokens)
+    return np.concatenate(parts)
+
+
+@st.composite
+def chunkings(draw: st.DrawFn, total: int) -> list[int]:
+    """Ways of cutting `total` tokens into pieces."""
+    sizes = []
+    while (left := total - sum(sizes)) > 0:
+        sizes.append(draw(st.one_of(st.just(1), st.integers(1, left), st.sampled_from([2, 64, 127, 128, 129]))))
+        sizes[-1] = min(sizes[-1], left)
+    return sizes
+
+
+def head_counts() -> st.SearchStrategy[tuple[int, int]]:
+    """(query heads, key-value heads): MHA, GQA and MQA."""
+    return st.sampled_from([(1, 1), (2, 2), (4, 4), (4, 2), (6, 2), (6, 1), (3, 1), (8, 2)])

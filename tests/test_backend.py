@@ -1,0 +1,129 @@
+"""CuPy without a GPU: how it is chosen, and that the runtime keeps to what it has."""
+
+import ast
+import inspect
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from nanokv.backend import NUMPY, get_backend
+from nanokv.errors import BackendError
+from nanokv.kv.contiguous import ContiguousCache
+from nanokv.models.gpt2 import forward, random_params
+from nanokv.numerics import FAST
+from tests import stand_in
+from tests.support import ROOT, nan_cache, small_config
+
+
+class Broken(ModuleType):
+    """A CuPy whose driver is missing: it fails where `at` says, and not with an ImportError."""
+
+    def __init__(self, at):
+        super().__init__("cupy")
+        self.at = at
+
+    def is_available(self):
+        if self.at == "query":
+            raise RuntimeError("cudaErrorInsufficientDriver\nmore lines")
+        return self.at != "no device"
+
+    def zeros(self, shape):
+        raise RuntimeError("cudaErrorNoDevice")
+
+
+@pytest.mark.parametrize("at", ["query", "no device", "first array"])
+def test_auto_falls_back_and_an_explicit_request_is_an_error(monkeypatch, at):
+    monkeypatch.setitem(sys.modules, "cupy", Broken(at))
+    assert get_backend("auto") is NUMPY
+    with pytest.raises(BackendError, match="no CUDA device answers") as caught:
+        get_backend("cupy")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_import_that_fails_in_the_driver(monkeypatch, tmp_path):
+    (tmp_path / "cupy.py").write_text("raise RuntimeError('driver')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    assert get_backend("auto") is NUMPY
+    with pytest.raises(BackendError, match="driver"):
+        get_backend("cupy")
+
+
+def test_cupy_that_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert get_backend("auto") is NUMPY
+    with pytest.raises(BackendError, match="not installed.*nanokv"):
+        get_backend("cupy")
+
+
+def test_an_unknown_backend_is_named():
+    with pytest.raises(BackendError, match="'jax'.*auto, numpy, cupy"):
+        get_backend("jax")
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", stand_in.module())
+    return get_backend("auto")
+
+
+def moved(params, backend):
+    """The parameters on the device."""
+    move = backend.from_numpy
+    blocks = tuple(type(block)(*(move(array) for array in vars(block).values())) for block in params.blocks)
+    tied = params.head is params.wte
+    wte = move(params.wte)
+    head = wte if tied else move(params.head)
+    return type(params)(params.config, wte, move(params.wpe), blocks, move(params.ln_f_weight), move(params.ln_f_bias), head)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
+def test_the_forward_pass_asks_nothing_of_the_host(device, heads, activation):
+    """Prefill and decode on the stand-in; the values are those of NumPy in fast numerics."""
+    config = small_config(heads=heads[0], kv_heads=heads[1], activation=activation)
+    params, tokens = random_params(config), np.random.default_rng(0).integers(0, 61, 200)
+    on_device = moved(params, device)
+    cache = ContiguousCache(config.num_layers, heads[1], config.head_dim, 220, np.float32, device)
+    expected = nan_cache(config, 220)
+    for start, stop in ((0, 190), (190, 191), (191, 200)):
+        got = forward(on_device, tokens[start:stop], cache, numerics=FAST)
+        assert isinstance(got, stand_in.DeviceArray)
+        assert np.array_equal(got.get(), forward(params, tokens[start:stop], expected, numerics=FAST))
+    branch = cache.copy()
+    branch.truncate(100)
+    assert branch.length == 100
+
+
+def used_functions() -> dict[str, set[str]]:
+    """Every function of the array module that the runtime calls as xp.name, with its keywords."""
+    found: dict[str, set[str]] = {name: set() for name in ("asarray", "zeros", "is_available")}
+    for path in (ROOT / "nanokv").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            base = node.func.value
+            name = base.id if isinstance(base, ast.Name) else base.attr if isinstance(base, ast.Attribute) else ""
+            if name == "xp" or (isinstance(base, ast.Call) and getattr(base.func, "id", "") == "module_of"):
+                found.setdefault(node.func.attr, set()).update(word.arg for word in node.keywords)
+    return found
+
+
+def test_the_stand_in_lists_exactly_what_the_runtime_uses():
+    assert {name: set(words) for name, words in stand_in.FUNCTIONS.items()} == used_functions()
+
+
+@pytest.mark.peer
+@pytest.mark.filterwarnings("ignore")
+def test_all_of_it_exists_in_cupy():
+    cupy = pytest.importorskip("cupy", exc_type=ImportError)
+    for name, words in stand_in.FUNCTIONS.items():
+        function = getattr(cupy, name)
+        if isinstance(function, cupy.ufunc) or name == "matmul":
+            assert words in ((), ("out",))  # every ufunc takes out
+        else:
+            assert set(words) <= set(inspect.signature(function).parameters)
+    for name in ("get", "reshape", "transpose", "astype", "max", "T", "nbytes", "itemsize"):
+        assert hasattr(cupy.ndarray, name)
