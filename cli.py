@@ -2,6 +2,7 @@
 
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -15,7 +16,7 @@ from nanokv.errors import NanoKVError
 class Commands(click.Group):
     """Every error that nanokv raises ends in one line and an exit code; `--debug`, anywhere, shows the traceback."""
 
-    def main(self, args: list[str] | None = None, *rest: Any, **options: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
         args = list(sys.argv[1:] if args is None else args)
         before = args[: args.index("--")] if "--" in args else args
         debug = "--debug" in before
@@ -23,14 +24,15 @@ class Commands(click.Group):
             args.remove("--debug")
         try:
             return super().main(args, *rest, **options)
-        except NanoKVError as error:
-            code, message = error.exit_code, str(error)
-        except Exception as error:  # a fault of nanokv, but still not a page of traceback
-            code, message = 1, f"unexpected {type(error).__name__}: {error} (--debug shows where)"
-        if debug:
-            traceback.print_exc()
-        click.echo("error: " + " ".join(message.split()), err=True)
-        sys.exit(code)
+        except Exception as error:
+            if debug:
+                traceback.print_exc()
+            if isinstance(error, NanoKVError):
+                message, code = str(error), error.exit_code
+            else:  # a fault of nanokv, but still not a page of traceback
+                message, code = f"unexpected {type(error).__name__}: {error} (--debug shows where)", 1
+            click.echo("error: " + " ".join(message.split()), err=True)
+            sys.exit(code)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

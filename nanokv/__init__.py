@@ -55,17 +55,11 @@ def load(source: str = "default", *, dtype: str = "float32", backend: str = "aut
     whose products make no promise about rows. Raises a NanoKVError that says in one line what is wrong.
     """
     from nanokv.backend import get_backend
-    from nanokv.errors import UsageError
-    from nanokv.model import Model
-    from nanokv.numerics import EXACT, FAST
+    from nanokv.model import Model, choose_numerics
     from weights import load as load_weights
 
     chosen = get_backend(backend)
-    if numerics not in (None, EXACT, FAST):
-        raise UsageError(f"unknown numerics {numerics!r}: choose exact or fast")
-    if numerics == EXACT and chosen.name == "cupy":
-        raise UsageError("numerics exact is not available on cupy: its products depend on the batch; use fast, or numpy")
-    mode = FAST if numerics == FAST or chosen.name == "cupy" else EXACT
+    mode = choose_numerics(numerics, chosen)
     checkpoint = load_weights(source, dtype=dtype, backend=chosen)
     return Model(checkpoint.name, checkpoint.params, checkpoint.tokenizer, checkpoint.eos_token_ids, chosen, mode)
 

@@ -118,7 +118,7 @@ def _attend_piece(q: Array, positions: np.ndarray, tiles: Tiles, visibility: Vis
     q = q.reshape(-1, together, kv_heads, group, dim).transpose(0, 2, 1, 3, 4).reshape(-1, 1, kv_heads, together * group, dim)
 
     state: Partial | None = None
-    masked = hidden.any(axis=(0, 2))  # [n]
+    masked = np.asarray(hidden.any(axis=(0, 2)))  # [n]
     for start, stop in _runs(masked):
         mask = None
         if masked[start]:

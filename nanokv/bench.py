@@ -6,10 +6,25 @@ from typing import Any
 
 import numpy as np
 
+from nanokv.backend import get_backend
 from nanokv.cost import decode_bytes
 from nanokv.errors import UsageError
 from nanokv.measure import blas, read_bandwidth, seconds
-from nanokv.model import Model
+from nanokv.model import Model, choose_numerics
+from nanokv.models.config import known_shapes
+from nanokv.models.gpt2 import random_params
+from nanokv.tokenizer import Tokenizer
+
+
+def random_model(shape: str, dtype: str, backend: str, numerics: str | None) -> Model:
+    """Random weights of a published GPT-2 size; its tokens are bytes. Raises UsageError for an unknown size."""
+    shapes = known_shapes()
+    if shape not in shapes:
+        raise UsageError(f"unknown shape {shape!r}: choose one of {', '.join(shapes)}")
+    chosen = get_backend(backend)
+    mode = choose_numerics(numerics, chosen)
+    params = random_params(shapes[shape], dtype=np.dtype(dtype).type).to(chosen)
+    return Model(f"{shape} (random weights)", params, Tokenizer.of_bytes(), backend=chosen, numerics=mode)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Options:
     best tokens of every step. Raises UsageError for a value out of its range."""
 
     max_tokens: int = 64
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     cache: str = "contiguous"
@@ -140,7 +140,9 @@ class Generation:
             },
         }
         if self.options.logprobs:
-            out["logprobs"] = [{"token": p.token, "logprob": p.logprob, "top": [list(pair) for pair in p.top]} for p in self.logprobs]
+            out["logprobs"] = [
+                {"token": p.token, "logprob": p.logprob, "top": [list(pair) for pair in p.top]} for p in self.logprobs
+            ]
         return out
 
     def _flush(self) -> str:

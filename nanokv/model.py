@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from nanokv.backend import NUMPY, Array, Backend
+from nanokv.errors import UsageError
 from nanokv.generate import Generation, Options
 from nanokv.kv.contiguous import ContiguousCache
 from nanokv.kv.tile import Batch, Cache
 from nanokv.models import gpt2
 from nanokv.models.config import GPT2Config
-from nanokv.numerics import EXACT, Numerics
+from nanokv.numerics import EXACT, FAST, Numerics
 from nanokv.sampling import SamplingParams
 from nanokv.tokenizer import Tokenizer
 
@@ -71,6 +72,17 @@ class Model:
         """Bytes that every decoded token reads: all matrices and vectors, the head, not the embedding tables."""
         blocks = sum(array.nbytes for block in self.params.blocks for array in vars(block).values())
         return blocks + self.params.ln_f_weight.nbytes + self.params.ln_f_bias.nbytes + self.params.head.nbytes
+
+
+def choose_numerics(name: str | None, backend: Backend) -> Numerics:
+    """exact or fast by name; None is exact on NumPy and fast on CuPy, whose products make no promise about rows."""
+    if name not in (None, EXACT, FAST):
+        raise UsageError(f"unknown numerics {name!r}: choose exact or fast")
+    if backend.name == "cupy":
+        if name == EXACT:
+            raise UsageError("numerics exact is not available on cupy, whose products depend on the batch: use fast, or numpy")
+        return FAST
+    return EXACT if name is None else Numerics(name)
 
 
 def make_options(**options: Any) -> Options:

@@ -7,9 +7,12 @@ import pytest
 from hypothesis import strategies as st
 
 from nanokv.kv.contiguous import ContiguousCache
+from nanokv.model import Model
+from nanokv.models import gpt2
 from nanokv.models.config import GPT2Config
-from nanokv.models.gpt2 import GPT2Params, forward
+from nanokv.models.gpt2 import GPT2Params, forward, random_params
 from nanokv.numerics import EXACT, Numerics
+from nanokv.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT.parent / "shared" / "data"
@@ -61,3 +64,27 @@ def chunkings(draw: st.DrawFn, total: int) -> list[int]:
 def head_counts() -> st.SearchStrategy[tuple[int, int]]:
     """(query heads, key-value heads): MHA, GQA and MQA."""
     return st.sampled_from([(1, 1), (2, 2), (4, 4), (4, 2), (6, 2), (6, 1), (3, 1), (8, 2)])
+
+
+def tiny_model(numerics: Numerics = EXACT, seed: int = 0, eos: bool = True, **shape: object) -> Model:
+    """A random model with the tokenizer that ships: its text is nonsense, its arithmetic is not."""
+    folder = ROOT / "weights" / "default"
+    tokenizer = Tokenizer.from_vocab_and_merges(folder / "vocab.json", folder / "merges.txt")
+    config = small_config(vocab=tokenizer.vocab_size, **shape)
+    ends = frozenset({tokenizer.vocab_size - 1}) if eos else frozenset()
+    return Model("tiny", random_params(config, seed, scale=0.3), tokenizer, ends, numerics=numerics)
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[np.ndarray]]:
+    """What every stage of GPT-2's forward pass gives from now on, in order, by the name of the function."""
+    seen = {name: [] for name in ("layer_norm", "linear", "activate", "cached_attention")}
+    for name, values in seen.items():
+        real = getattr(gpt2, name)
+
+        def wrapper(*args, real=real, values=values, **kwargs):
+            out = real(*args, **kwargs)
+            values.append(out.copy())
+            return out
+
+        monkeypatch.setattr(gpt2, name, wrapper)
+    return seen

@@ -69,23 +69,13 @@ def device(monkeypatch):
     return get_backend("auto")
 
 
-def moved(params, backend):
-    """The parameters on the device."""
-    move = backend.from_numpy
-    blocks = tuple(type(block)(*(move(array) for array in vars(block).values())) for block in params.blocks)
-    tied = params.head is params.wte
-    wte = move(params.wte)
-    head = wte if tied else move(params.head)
-    return type(params)(params.config, wte, move(params.wpe), blocks, move(params.ln_f_weight), move(params.ln_f_bias), head)
-
-
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
 def test_the_forward_pass_asks_nothing_of_the_host(device, heads, activation):
     """Prefill and decode on the stand-in; the values are those of NumPy in fast numerics."""
     config = small_config(heads=heads[0], kv_heads=heads[1], activation=activation)
     params, tokens = random_params(config), np.random.default_rng(0).integers(0, 61, 200)
-    on_device = moved(params, device)
+    on_device = params.to(device)
     cache = ContiguousCache(config.num_layers, heads[1], config.head_dim, 220, np.float32, device)
     expected = nan_cache(config, 220)
     for start, stop in ((0, 190), (190, 191), (191, 200)):

@@ -78,7 +78,9 @@ def test_repetition_penalty_divides_the_positive_and_multiplies_the_negative_onc
 
 @given(LOGITS)
 def test_log_softmax_is_the_logarithm_of_softmax(logits):
-    np.testing.assert_allclose(np.exp(log_softmax(logits)), softmax(logits), rtol=1e-13, atol=1e-300)  # exp of up to 100, eps each
+    np.testing.assert_allclose(
+        np.exp(log_softmax(logits)), softmax(logits), rtol=1e-13, atol=1e-300
+    )  # exp of up to 100, eps each
 
 
 @pytest.mark.parametrize(("name", "value"), [

@@ -1,0 +1,65 @@
+"""From files to arrays: `load` finds a model and reads it, whatever its files are.
+
+tensors.py reads safetensors files, gpt2.py knows GPT-2's tensor names, huggingface.py a model directory, hub.py the hub.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from nanokv.backend import NUMPY, Backend
+from nanokv.errors import CheckpointError, UsageError
+from weights.checkpoint import Checkpoint
+from weights.huggingface import load_directory
+from weights.tensors import PICKLED, refuse_pickle
+
+__all__ = ["Checkpoint", "load"]
+
+DEFAULT = "default"
+DTYPES = ("float32", "float64")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+
+
+def load(source: str | os.PathLike[str], dtype: str = "float32", backend: Backend = NUMPY) -> Checkpoint:
+    """A model, its weights as `dtype` in the memory of `backend`.
+
+    `source` is "default", the model that ships with nanokv; or a directory in Hugging Face's layout; or, when there is no
+    such directory and it does not look like a path, an id on the hub such as "gpt2" or "openai-community/gpt2".
+    Raises UsageError for an argument that can mean nothing, else CheckpointError, ConfigError or TokenizerError.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    if not os.fspath(source):
+        raise UsageError("the name of the model is empty: name a directory, 'default', or an id on the hub like 'gpt2'")
+    if source == DEFAULT:
+        return load_directory(Path(__file__).parent / DEFAULT, DEFAULT, dtype, backend)
+    path = Path(os.path.expanduser(source))  # unlike Path.expanduser, leaves an unknown "~name" alone
+    if os.path.isdir(path):
+        return load_directory(path, path.resolve().name, dtype, backend)
+    if isinstance(source, str) and not os.path.exists(path) and not looks_like_path(source):
+        if not HUB_ID.fullmatch(source):
+            raise UsageError(f"{source!r} is neither 'default', nor a directory, nor an id on the hub like 'owner/name'")
+        from weights.hub import fetch  # only a hub id needs it
+
+        return load_directory(fetch(source), source, dtype, backend)
+    raise _not_a_directory(path)
+
+
+def looks_like_path(source: str) -> bool:
+    """Whether it names a place on this machine, there or not: "./x", "~/x", "/x", "a/b/c", "x/", "x.safetensors"."""
+    separators = source.replace("\\", "/")
+    return (
+        separators.startswith((".", "~", "/"))
+        or separators.endswith(("/", ".safetensors", ".json", ".gguf", *PICKLED))
+        or separators.count("/") > 1
+        or "\\" in source
+    )
+
+
+def _not_a_directory(path: Path) -> CheckpointError:
+    """What to say of a path at which there is no model directory."""
+    if path.suffix in PICKLED:
+        return refuse_pickle(path)
+    if os.path.exists(path):
+        return CheckpointError(f"{path} is a file: name the directory that holds it, config.json and the tokenizer")
+    return CheckpointError(f"{path} does not exist: name a model directory, 'default', or an id on the hub like 'gpt2'")

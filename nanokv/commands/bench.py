@@ -13,22 +13,37 @@ from nanokv.errors import NanoKVError, UsageError
 @click.command()
 @model_options
 @click.option("--shape", help="Random weights of a published size instead of a model: gpt2, gpt2-medium, gpt2-large, gpt2-xl.")
-@click.option("--contexts", default="16,32,64,128,256,510", show_default=True, help="Tokens already known when one more is made.")
+@click.option(
+    "--contexts", default="16,32,64,128,256,510", show_default=True, help="Tokens already known when one more is made."
+)
 @click.option("--repeat", default=9, show_default=True, type=click.IntRange(1), help="Runs of each; the median counts.")
 @click.option("--uncached-limit", default=1024, show_default=True, help="Recompute without a cache up to this context only.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw the curve into this PNG, PDF or SVG file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def bench(source: str, numerics: str | None, dtype: str, backend: str, shape: str | None, contexts: str, repeat: int,
-          uncached_limit: int, plot: Path | None, as_json: bool) -> None:
+def bench(
+    source: str,
+    numerics: str | None,
+    dtype: str,
+    backend: str,
+    shape: str | None,
+    contexts: str,
+    repeat: int,
+    uncached_limit: int,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
     """Time a token with and without the cache as the context grows."""  # fmt: skip
-    from nanokv.bench import curve, report
-    from nanokv.model import Model
+    import nanokv
+    from nanokv.bench import curve, random_model, report
 
     sizes = parse_contexts(contexts)
     if plot:
         require_matplotlib()
         writable(plot)
-    model: Model = random_model(shape, dtype, numerics, backend) if shape else load(source, dtype, backend, numerics)
+    if shape:
+        model = random_model(shape, dtype, backend, numerics)
+    else:
+        model = nanokv.load(source, dtype=dtype, backend=backend, numerics=numerics)
     points = []
     for point in curve(model, sizes, repeat, uncached_limit):
         points.append(point)
@@ -55,13 +70,6 @@ def parse_contexts(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
         raise UsageError(f"--contexts {text!r} is not a list of whole numbers such as 16,64,256") from error
-
-
-def load(source: str, dtype: str, backend: str, numerics: str | None) -> Any:
-    """The model, or the error of loading it."""
-    import nanokv
-
-    return nanokv.load(source, dtype=dtype, backend=backend, numerics=numerics)
 
 
 def require_matplotlib() -> None:

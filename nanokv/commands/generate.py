@@ -29,13 +29,29 @@ NOTES = {"context": "the model has no position for another token", "interrupted"
 @click.option("--stop", multiple=True, help="End the text before this string; escapes such as \\n count; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-text token.")
 @click.option("--logprobs", default=0, metavar="K", help="With --json: log-probabilities of the K best tokens of each step.")
-@click.option("--cache", default="contiguous", show_default=True, type=click.Choice(["contiguous", "none"]),
-              help="Where keys and values live; none recomputes everything at every token.")
+@click.option(
+    "--cache",
+    default="contiguous",
+    show_default=True,
+    type=click.Choice(["contiguous", "none"]),
+    help="Where keys and values live; none recomputes everything at every token.",
+)
 @click.option("--stats", is_flag=True, help="End with speed, memory and bandwidth.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per prompt.")
 @click.option("--no-stream", is_flag=True, help="Print the text when it is complete.")
-def generate(prompts: tuple[str, ...], source: str, numerics: str | None, dtype: str, backend: str, files: tuple[str, ...],
-             stats: bool, as_json: bool, no_stream: bool, stop: tuple[str, ...], **options: Any) -> None:
+def generate(
+    prompts: tuple[str, ...],
+    source: str,
+    numerics: str | None,
+    dtype: str,
+    backend: str,
+    files: tuple[str, ...],
+    stats: bool,
+    as_json: bool,
+    no_stream: bool,
+    stop: tuple[str, ...],
+    **options: Any,
+) -> None:
     """Continue each PROMPT.
 
     Without a PROMPT or --file, one prompt is read from standard input. The prompt is printed before its continuation; with
@@ -125,14 +141,17 @@ def stats_rows(run: "Generation") -> list[tuple[str, str]]:
     from nanokv.cost import cost
 
     spent, model = cost(run), run.model
-    rows = [("ended", str(run.finish_reason)), ("prefill", f"{len(run.prompt_tokens)} tokens, {spent.prefill_tokens_per_s:,.0f} tokens/s")]
+    rows = [
+        ("ended", str(run.finish_reason)),
+        ("prefill", f"{len(run.prompt_tokens)} tokens, {spent.prefill_tokens_per_s:,.0f} tokens/s"),
+    ]
     if spent.decode_ms is not None:
-        rows.append(("decode", f"{len(run.tokens) - 1} tokens, {1e3 / spent.decode_ms:,.1f} tokens/s, {spent.decode_ms:.2f} ms a token"))
+        rows.append(
+            ("decode", f"{len(run.tokens) - 1} tokens, {1e3 / spent.decode_ms:,.1f} tokens/s, {spent.decode_ms:.2f} ms a token")
+        )
         if spent.bandwidth_share is not None:
-            rows.append((
-                "memory traffic",
-                f"{spent.decode_gb_per_s:.1f} GB/s, {spent.bandwidth_share:.0%} of the {spent.read_gb_per_s:.1f} GB/s this machine reads",
-            ))  # fmt: skip
+            share = f"{spent.bandwidth_share:.0%} of the {spent.read_gb_per_s:.1f} GB/s that this machine reads"
+            rows.append(("memory traffic", f"{spent.decode_gb_per_s:.1f} GB/s, {share}"))
     rows.append(("KV cache", f"{run.options.cache}, {run.cache_tokens} tokens, {run.cache_bytes:,} bytes"))
     without = f"without a cache {spent.tokens_uncached:,}, about {spent.uncached_s:.2f} s"
     rows.append(("recomputing", f"{spent.tokens_computed:,} tokens computed; {without}"))

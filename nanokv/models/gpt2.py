@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanokv.attention import cached_attention
-from nanokv.backend import Array, module_of
+from nanokv.backend import Array, Backend, module_of
 from nanokv.errors import CapacityError, TokenizerError, UsageError
 from nanokv.kv.tile import Batch, Cache
 from nanokv.models.config import GPT2Config
@@ -48,6 +48,14 @@ class GPT2Params:
     ln_f_weight: Vector
     ln_f_bias: Vector
     head: Matrix  # [V, E]
+
+    def to(self, backend: Backend) -> "GPT2Params":
+        """The same weights in the memory of `backend`."""
+        move = backend.from_numpy
+        blocks = tuple(Block(*(move(array) for array in vars(block).values())) for block in self.blocks)
+        wte = move(self.wte)
+        head = wte if self.head is self.wte else move(self.head)
+        return GPT2Params(self.config, wte, move(self.wpe), blocks, move(self.ln_f_weight), move(self.ln_f_bias), head)
 
 
 def forward(

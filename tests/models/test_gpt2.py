@@ -160,7 +160,9 @@ def test_many_decode_steps_with_grouped_heads():
     """70 steps with 8/2 heads: a cache strided by the width of the queries breaks after 64."""
     config = small_config(heads=8, kv_heads=2)
     params, tokens = random_params(config), np.random.default_rng(0).integers(0, 61, 70)
-    assert np.array_equal(in_chunks(params, tokens, [1] * 70, nan_cache(config, 70)), forward(params, tokens, nan_cache(config, 70)))
+    assert np.array_equal(
+        in_chunks(params, tokens, [1] * 70, nan_cache(config, 70)), forward(params, tokens, nan_cache(config, 70))
+    )
 
 
 def test_a_decode_step_computes_one_token():
