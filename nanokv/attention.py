@@ -9,7 +9,8 @@ Symbols: R rows, Hq query heads, Hkv key-value heads, G = Hq / Hkv queries a key
 n tiles of T tokens. A product handles P rows at once: 1 in exact numerics, B = R / P products.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -67,15 +68,15 @@ def tile_partials(q: Array, k: Array, v: Array, hidden: Array | None) -> Partial
 def attend(
     q: Array,
     positions: np.ndarray,
-    tiles: Tiles,
+    tiles: Tiles | Callable[[int], Sequence[Tiles]],
     scale: float | None = None,
     visibility: Visibility = CAUSAL,
     numerics: Numerics = EXACT,
 ) -> Array:
     """q [R, Hq, D] at ascending host `positions` [R] over the tiles of one sequence -> [R, Hq, D].
 
-    `scale` multiplies the scores; None is 1/sqrt(D). Query head h reads key-value head h // (Hq / Hkv). A row that may
-    see no key is 0.
+    `tiles` are all of them, or a function from a tile's index to what its queries fold. `scale` multiplies the scores;
+    None is 1/sqrt(D). Query head h reads key-value head h // (Hq / Hkv). A row that may see no key is 0.
     """
     xp = module_of(q)
     heads, dim = q.shape[1:]
@@ -83,9 +84,11 @@ def attend(
     out = xp.empty(q.shape, dtype=q.dtype)
 
     def piece(part: slice) -> None:
-        out[part] = _attend_piece(q[part], positions[part], tiles, visibility, numerics)
+        last = int(positions[part.start]) // TILE
+        folded = [tiles] if isinstance(tiles, Tiles) else tiles(last)
+        out[part] = _attend_piece(q[part], positions[part], last, folded, visibility, numerics)
 
-    pieces = list(_pieces(positions, tiles.first, heads))
+    pieces = list(_pieces(positions, heads))
     if len(pieces) == 1 or xp is not np:
         for part in pieces:
             piece(part)
@@ -94,49 +97,66 @@ def attend(
     return out
 
 
-def _pieces(positions: np.ndarray, first: int, heads: int) -> Iterator[slice]:
-    """Runs of rows whose last visible tile is the same, cut so that their scores fit in SCORE_ELEMENTS."""
+def _pieces(positions: np.ndarray, heads: int) -> Iterator[slice]:
+    """Runs of rows of the same tile, cut so that their scores fit in SCORE_ELEMENTS."""
     last = positions // TILE
-    edges = [0, *(np.flatnonzero(np.diff(last)) + 1), len(positions)]
+    edges = [0, *(np.flatnonzero(last[1:] != last[:-1]) + 1), len(positions)]
     for begin, end in pairwise(edges):
-        step = max(1, SCORE_ELEMENTS // ((int(last[begin]) - first + 1) * heads * TILE))
+        step = max(1, SCORE_ELEMENTS // ((int(last[begin]) + 1) * heads * TILE))
         for start in range(begin, end, step):
             yield slice(start, min(start + step, end))
 
 
-def _attend_piece(q: Array, positions: np.ndarray, tiles: Tiles, visibility: Visibility, numerics: Numerics) -> Array:
-    """attend() for rows of one tile: they touch no tile after their own."""
+def _attend_piece(
+    q: Array, positions: np.ndarray, last: int, folded: Sequence[Tiles], visibility: Visibility, numerics: Numerics
+) -> Array:
+    """attend() for rows of the tile `last`: they touch no tile after their own."""
     xp = module_of(q)
     rows, heads, dim = q.shape
-    count = int(positions[-1]) // TILE - tiles.first + 1
-    k, v = tiles.k[:count], tiles.v[:count]
-    kv_heads = k.shape[2]
+    kv_heads = folded[0].k.shape[2]
     group = heads // kv_heads
-    hidden = ~visibility.sees(positions[:, None, None], tiles.positions()[None, :count])  # [R, n, T]
     together = rows if numerics is FAST else 1
     # [R, Hq, D] -> [B, P, Hkv, G, D] -> [B, Hkv, P, G, D] -> [B, 1, Hkv, P*G, D]
     q = q.reshape(-1, together, kv_heads, group, dim).transpose(0, 2, 1, 3, 4).reshape(-1, 1, kv_heads, together * group, dim)
 
     state: Partial | None = None
-    masked = np.asarray(hidden.any(axis=(0, 2)))  # [n]
-    for start, stop in _runs(masked):
-        mask = None
-        if masked[start]:
-            mask = hidden[:, start:stop].reshape(-1, together, stop - start, TILE).transpose(0, 2, 1, 3)  # [B, n, P, T]
-            mask = xp.asarray(np.repeat(mask, group, axis=2)[:, :, None])  # [B, n, 1, P*G, T]
-        partials = tile_partials(q, k[start:stop], v[start:stop], mask)
-        for i in range(stop - start):
-            each = Partial(*(a[:, i] for a in partials))
-            state = each if state is None else combine(state, each)
+    for tiles in folded:
+        count = min(len(tiles.k), last + 1 - tiles.first)
+        for start, stop, hidden in _masks(positions, tiles.first, count, last, visibility):
+            if hidden is not None:  # [R, n, T] -> [B, n, P, T] -> [B, n, 1, P*G, T]
+                hidden = hidden.reshape(-1, together, stop - start, TILE).transpose(0, 2, 1, 3)
+                hidden = xp.asarray(np.repeat(hidden, group, axis=2)[:, :, None])
+            partials = tile_partials(q, tiles.k[start:stop], tiles.v[start:stop], hidden)
+            for i in range(stop - start):
+                each = Partial(*(a[:, i] for a in partials))
+                state = each if state is None else combine(state, each)
     assert state is not None  # a row has at least its own tile
     out = finish(state)  # [B, Hkv, P*G, D]
     return out.reshape(-1, kv_heads, together, group, dim).transpose(0, 2, 1, 3, 4).reshape(rows, heads, dim)
 
 
+def _masks(
+    positions: np.ndarray, first: int, count: int, last: int, visibility: Visibility
+) -> Iterator[tuple[int, int, np.ndarray | None]]:
+    """The tiles first .. first + count - 1 in runs (start, stop, hidden [R, n, T]); hidden is None where all is seen."""
+    clear = min(count, last - first)  # tiles before the rows' own: without a window nothing in them is hidden
+    if visibility.window is None:
+        if clear > 0:
+            yield 0, clear, None
+        edges = [clear, count] if clear < count else []
+    else:
+        edges = [0, count]
+    for start, stop in pairwise(edges):
+        keys = np.arange((first + start) * TILE, (first + stop) * TILE).reshape(-1, TILE)
+        hidden = ~visibility.sees(positions[:, None, None], keys)
+        some = np.asarray(hidden.any(axis=(0, 2)))
+        for begin, end in _runs(some):
+            yield start + begin, start + end, hidden[:, begin:end] if some[begin] else None
+
+
 def _runs(flags: np.ndarray) -> Iterator[tuple[int, int]]:
     """Runs of equal flags: [0 0 0 1] -> (0, 3), (3, 4)."""
-    edges = [0, *(np.flatnonzero(np.diff(flags)) + 1), len(flags)]
-    yield from pairwise(edges)
+    yield from pairwise([0, *(np.flatnonzero(flags[1:] != flags[:-1]) + 1), len(flags)])
 
 
 def cached_attention(
@@ -147,15 +167,20 @@ def cached_attention(
     cache: Cache | Batch,
     layer: int,
     scale: float | None = None,
-    visibility: Visibility = CAUSAL,
     numerics: Numerics = EXACT,
 ) -> Array:
-    """Writes this step's k, v [R, Hkv, D] into the cache, then lets q [R, Hq, D] attend to all it holds -> [R, Hq, D]."""
-    parts = []
-    for member, rows in members_of(cache, len(q)):
-        member.write(layer, k[rows], v[rows])
-        parts.append(attend(q[rows], positions[rows], member.tiles(layer), scale, visibility, numerics))
-    return parts[0] if len(parts) == 1 else module_of(q).concatenate(parts)
+    """Writes this step's k, v [R, Hkv, D] into the cache, then lets q [R, Hq, D] attend to what it holds -> [R, Hq, D]."""
+    out = module_of(q).empty(q.shape, dtype=q.dtype)
+
+    def attend_one(member: tuple[Cache, slice]) -> None:
+        one, rows = member
+        one.write(layer, k[rows], v[rows])
+        out[rows] = attend(q[rows], positions[rows], partial(one.tiles, layer), scale, one.visibility(layer), numerics)
+
+    members = list(members_of(cache, len(q)))
+    for member in members:
+        attend_one(member)
+    return out
 
 
 def naive_attention(

@@ -175,7 +175,7 @@ class Generation:
             else:
                 self.decode_s += elapsed
             if cached:
-                self.cache_tokens, self.cache_bytes = cache.length, cache.length * cache.bytes_per_token
+                self.cache_tokens, self.cache_bytes = cache.held, cache.used_bytes
             yield logits
             feed = self.tokens[-1:]
 

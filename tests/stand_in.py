@@ -55,6 +55,9 @@ class DeviceArray:
     def get(self) -> np.ndarray:
         return self.data.copy()
 
+    def copy(self) -> "DeviceArray":
+        return DeviceArray(self.data.copy())
+
     def reshape(self, *shape: Any) -> "DeviceArray":
         return DeviceArray(self.data.reshape(*shape))
 
@@ -66,6 +69,9 @@ class DeviceArray:
 
     def max(self, axis: Any = None, keepdims: bool = False) -> "DeviceArray":
         return DeviceArray(np.asarray(self.data.max(axis=axis, keepdims=keepdims)))
+
+    def min(self, axis: Any = None, keepdims: bool = False) -> "DeviceArray":
+        return DeviceArray(np.asarray(self.data.min(axis=axis, keepdims=keepdims)))
 
     def __getitem__(self, key: Any) -> "DeviceArray":
         return DeviceArray(np.asarray(self.data[self._index(key)]))
@@ -98,7 +104,7 @@ def _in_place(name: str) -> Any:
     return apply
 
 
-for _name in "add sub mul truediv matmul".split():
+for _name in "add sub mul truediv matmul and or lshift rshift".split():
     setattr(DeviceArray, f"__{_name}__", _operator(f"__{_name}__"))
     setattr(DeviceArray, f"__r{_name}__", _operator(f"__r{_name}__"))
     setattr(DeviceArray, f"__i{_name}__", _in_place(f"__i{_name}__"))
@@ -110,7 +116,8 @@ DeviceArray.__neg__ = lambda self: DeviceArray(-self.data)
 FUNCTIONS: dict[str, tuple[str, ...]] = {
     "abs": (), "clip": (), "exp": ("out",), "maximum": (), "sign": (), "sqrt": (), "tanh": ("out",), "where": (),
     "matmul": ("out",), "repeat": ("axis",), "sum": ("axis", "keepdims"), "copyto": ("where",), "empty": ("dtype",),
-    "empty_like": (), "concatenate": (), "asarray": (), "zeros": (), "is_available": (),
+    "concatenate": ("axis",), "stack": ("axis",), "take": ("axis",), "rint": (), "asarray": (), "zeros": ("dtype",),
+    "is_available": (),
 }  # fmt: skip
 
 
@@ -123,8 +130,8 @@ def _function(name: str) -> Any:
             return np.copyto(host(args[0]), host(args[1]), where=host(kwargs["where"]))
         if name in ("empty", "zeros"):
             return DeviceArray(getattr(np, name)(*args, **kwargs))
-        if name == "concatenate":
-            return DeviceArray(np.concatenate([host(part) for part in args[0]]))
+        if name in ("concatenate", "stack"):
+            return DeviceArray(getattr(np, name)([host(part) for part in args[0]], **kwargs))
         if name == "asarray":
             return args[0] if isinstance(args[0], DeviceArray) else DeviceArray(np.array(args[0]))
         if out is not None:

@@ -34,8 +34,13 @@ def small_config(
 
 def nan_cache(config: GPT2Config, capacity: int, dtype: type = np.float32) -> ContiguousCache:
     """A cache in which every slot that was never written is NaN: one that is read shows."""
-    cache = ContiguousCache(config.num_layers, config.num_kv_heads, config.head_dim, capacity, dtype)
-    cache.k[:], cache.v[:] = np.nan, np.nan
+    return poisoned(ContiguousCache(config.num_layers, config.num_kv_heads, config.head_dim, capacity, dtype))
+
+
+def poisoned(cache: ContiguousCache) -> ContiguousCache:
+    """The cache with all its memory NaN, or the largest code where a format has no NaN."""
+    for plane in cache.planes:
+        plane[...] = np.iinfo(plane.dtype).max if plane.dtype.kind in "iu" else np.nan
     return cache
 
 

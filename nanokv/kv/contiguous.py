@@ -1,22 +1,26 @@
-"""One array for the keys and one for the values, filled from the left: the cache that every tutorial draws.
+"""Keys and values in one piece of memory a layer, filled from the left: the cache that every tutorial draws.
 
-Symbols as in kv/tile.py; `capacity` is in tokens.
+With a window it rolls: the layer's memory is a ring of tiles, large enough for the window and one step, beside the tiles
+that hold the sinks; tokens that no later query can see are cleared. Symbols as in kv/tile.py; `capacity` is in tokens.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from nanokv.backend import NUMPY, Array, Backend
 from nanokv.errors import CapacityError, UsageError
-from nanokv.kv.tile import TILE, Tiles
+from nanokv.kv.codec import Codec, get_codec
+from nanokv.kv.storage import OwnTile, Storage, runs
+from nanokv.kv.tile import CAUSAL, TILE, Tiles, Visibility
 
 
 class ContiguousCache:
-    """k, v [L, capacity rounded up to whole tiles, Hkv, D], all in one piece.
+    """One sequence. `capacity` None, no end, needs a window on every layer.
 
-    Memory is taken at once but written only as tokens arrive. A tile is cleared when its first token comes, so nothing
-    uninitialised ever reaches attention.
+    Memory is taken at once but written only as tokens arrive: a tile is cleared when its first token comes, so nothing
+    uninitialised ever reaches attention. `visibility` is one for all layers, or one for each.
     """
 
     kind = "contiguous"
@@ -26,82 +30,223 @@ class ContiguousCache:
         num_layers: int,
         num_kv_heads: int,
         head_dim: int,
-        capacity: int,
+        capacity: int | None,
         dtype: Any = np.float32,
         backend: Backend = NUMPY,
+        codec: Codec | None = None,
+        visibility: Visibility | Sequence[Visibility] = CAUSAL,
     ):
-        if capacity < 1:
+        if capacity is not None and capacity < 1:
             raise UsageError(f"cache capacity must be at least 1 token, not {capacity}")
         self.capacity = capacity
-        shape = (num_layers, -(-capacity // TILE) * TILE, num_kv_heads, head_dim)
-        self._backend = backend
-        self.k = backend.xp.empty(shape, dtype=dtype)
-        self.v = backend.xp.empty(shape, dtype=dtype)
+        self.codec = codec or get_codec(None, dtype, backend)
+        self._visibility = per_layer(visibility, num_layers)
+        self._rings = [
+            _Ring(num_kv_heads, head_dim, capacity, self.codec, backend, self._visibility[layer]) for layer in range(num_layers)
+        ]
+        self._own = OwnTile(num_layers, num_kv_heads, head_dim, dtype, backend) if self.codec.own_tile else None
         self._length = 0  # tokens that count
         self._end = 0  # tokens written, those of an unfinished step included
-        self._clean = 0  # slots below this one hold a token or zero
 
     @property
     def length(self) -> int:
         return self._length
 
     @property
-    def bytes_per_token(self) -> int:
-        """Bytes of K and V that one token takes over all layers."""
-        layers, _, heads, dim = self.k.shape
-        return 2 * layers * heads * dim * self.k.itemsize
+    def max_step(self) -> int | None:
+        """Tokens that one step may bring; None where only the capacity limits it."""
+        return min((ring.max_step for ring in self._rings if ring.max_step is not None), default=None)
+
+    @property
+    def held(self) -> int:
+        """Tokens whose keys and values are kept, in the layer that keeps the most."""
+        return max(visibility.held(self._length) for visibility in self._visibility)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of K and V that one token takes over all layers, scales included."""
+        return sum(ring.storage.bytes_per_token for ring in self._rings)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the tokens that are kept; one token's share of a group's scales is a fraction."""
+        pairs = zip(self._rings, self._visibility, strict=True)
+        used = sum(ring.storage.bytes_per_token * visibility.held(self._length) for ring, visibility in pairs)
+        return round(used) + (self._own.k.nbytes + self._own.v.nbytes if self._own else 0)
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated, filled or not."""
-        return self.k.nbytes + self.v.nbytes
+        own = self._own.k.nbytes + self._own.v.nbytes if self._own else 0
+        return sum(ring.storage.nbytes for ring in self._rings) + own
+
+    @property
+    def planes(self) -> list[Array]:
+        """Every array of the cache's memory."""
+        return [plane for ring in self._rings for plane in ring.storage.planes]
+
+    def visibility(self, layer: int) -> Visibility:
+        return self._visibility[layer]
+
+    def position_ids(self, positions: np.ndarray) -> np.ndarray:
+        return self._visibility[0].position_ids(positions)
 
     def extend(self, count: int) -> np.ndarray:
         if count < 1:
             raise UsageError(f"a step needs at least 1 token, not {count}")
-        if self._length + count > self.capacity:
+        if self.capacity is not None and self._length + count > self.capacity:
             raise CapacityError(
                 f"the cache holds {self._length} of {self.capacity} tokens, no room for {count} more: use a larger capacity"
             )
-        self._clear(self._length, self._end)  # what a step that never finished left behind
+        if self.max_step is not None and count > self.max_step:
+            raise CapacityError(f"a step of {count} tokens is more than this cache's window leaves room for: {self.max_step} at most")
+        for ring in self._rings:
+            ring.clear(self._length, self._end)  # what a step that never finished left behind
+            ring.open(self._length + count)
         self._end = self._length + count
-        clean = -(-self._end // TILE) * TILE
-        if clean > self._clean:
-            self._clear(self._clean, clean)
-            self._clean = clean
+        if self._own:
+            self._own.extend(self._length, self._end)
         return np.arange(self._length, self._end)
 
     def write(self, layer: int, k: Array, v: Array) -> None:
-        self.k[layer, self._length : self._end] = k
-        self.v[layer, self._length : self._end] = v
+        ring = self._rings[layer]
+        if self._own is None:
+            ring.write(self._length, k, v)
+            return
+        self._own.write(layer, self._length, k, v)
+        for tile in range(self._length // TILE, self._end // TILE):
+            ring.write(tile * TILE, *self._own.tile(layer, tile))
 
-    def tiles(self, layer: int) -> Tiles:
-        count = -(-self._end // TILE)
-        k, v = (a[layer, : count * TILE].reshape(count, TILE, *a.shape[2:]) for a in (self.k, self.v))
-        return Tiles(k, v)
+    def tiles(self, layer: int, last: int) -> list[Tiles]:
+        encoded = last - 1 if self._own else last
+        found = self._rings[layer].tiles(max(self._length, last * TILE), encoded)
+        if self._own:
+            k, v = self._own.tile(layer, last)
+            found.append(Tiles(k[None], v[None], last))
+        return found
 
     def commit(self) -> None:
+        for ring in self._rings:
+            ring.drop(self._length, self._end)
         self._length = self._end
+        if self._own:
+            self._own.settle(self._length)
 
     def truncate(self, length: int) -> None:
-        """Keeps the first `length` tokens; more than there are is an error."""
-        if not 0 <= length <= self._length:
-            raise UsageError(f"cannot truncate a cache of {self._length} tokens to {length}")
-        self._clear(length, self._end)
+        """Keeps the first `length` tokens. More than there are is an error, and so is a length whose query would see
+        tokens that are no longer kept as they were: dropped by a window, or encoded by a codec that keeps tiles."""
+        check_truncation(length, self._length, self._visibility, self._own)
+        for ring in self._rings:
+            ring.clear(length, self._end)
         self._length = self._end = length
+        if self._own:
+            self._own.restart(length)
 
     def reset(self) -> None:
         """Empties the cache: the next token goes to position 0."""
-        self.truncate(0)
+        for ring in self._rings:
+            ring.opened = 0
+        self._length = self._end = 0
+        if self._own:
+            self._own.restart(0)
 
     def copy(self) -> "ContiguousCache":
         """An independent cache with the same tokens and capacity."""
         other = object.__new__(ContiguousCache)
         other.__dict__.update(self.__dict__)
-        other.k, other.v = self._backend.xp.empty_like(self.k), self._backend.xp.empty_like(self.v)
-        other.k[:, : self._clean], other.v[:, : self._clean] = self.k[:, : self._clean], self.v[:, : self._clean]
+        other._rings = [ring.copy() for ring in self._rings]
+        other._own = self._own.copy() if self._own else None
         return other
 
-    def _clear(self, start: int, stop: int) -> None:
-        self.k[:, start:stop] = 0
-        self.v[:, start:stop] = 0
+
+def per_layer(visibility: Visibility | Sequence[Visibility], num_layers: int) -> list[Visibility]:
+    """One visibility a layer. Raises UsageError for another number of them, or for layers that disagree on positions."""
+    if isinstance(visibility, Visibility):
+        return [visibility] * num_layers
+    if len(visibility) != num_layers:
+        raise UsageError(f"{len(visibility)} visibilities for {num_layers} layers")
+    if any(each.streaming for each in visibility) and len(set(visibility)) > 1:
+        raise UsageError("a streaming cache counts positions inside itself: every layer needs the same window and sinks")
+    return list(visibility)
+
+
+def check_truncation(length: int, present: int, visibility: Sequence[Visibility], own: OwnTile | None) -> None:
+    """Raises UsageError when a cache of `present` tokens cannot become one of `length`."""
+    if not 0 <= length <= present:
+        raise UsageError(f"cannot truncate a cache of {present} tokens to {length}")
+    if any(each.held(present) < present and each.oldest(length) < each.oldest(present) for each in visibility):
+        raise UsageError(f"cannot truncate to {length}: the window has dropped tokens that its query would see")
+    if own is not None and not own.holds(length):
+        raise UsageError(f"cannot truncate to {length}: its tile is encoded; a multiple of {TILE} is possible")
+
+
+class _Ring:
+    """One layer's memory. Tile i lives at place i, or, past the sinks' tiles, at a place of the ring behind them."""
+
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, capacity: int | None, codec: Codec, backend: Backend, visibility: Visibility
+    ):
+        self.visibility = visibility
+        total = None if capacity is None else -(-capacity // TILE)
+        self.max_step: int | None = None
+        self._pinned, self._turn = 0, total
+        if visibility.window is not None:
+            pinned = -(-visibility.sinks // TILE)
+            turn = (visibility.window + TILE - 3) // TILE + 2  # tiles that window - 1 + TILE tokens can touch
+            if total is None or pinned + turn < total:
+                self._pinned, self._turn, self.max_step = pinned, turn, TILE
+        if self._turn is None:
+            raise UsageError("a cache without a capacity needs a window on every layer")
+        self.storage = Storage(1, self._pinned + self._turn, TILE, num_kv_heads, head_dim, codec, backend)
+        self.opened = 0  # tiles that were cleared for use
+
+    def place(self, tile: int) -> int:
+        assert self._turn is not None
+        return tile if tile < self._pinned else self._pinned + (tile - self._pinned) % self._turn
+
+    def open(self, end: int) -> None:
+        """Clears the tiles that tokens before `end` are the first to enter."""
+        for tile in range(self.opened, -(-end // TILE)):
+            self.storage.clear(self.place(tile) * TILE, (self.place(tile) + 1) * TILE)
+        self.opened = max(self.opened, -(-end // TILE))
+
+    def clear(self, start: int, stop: int) -> None:
+        """Zeroes the positions start .. stop - 1."""
+        for begin, end, slot in self._parts(start, stop):
+            self.storage.clear(slot, slot + end - begin)
+
+    def write(self, start: int, k: Array, v: Array) -> None:
+        for begin, end, slot in self._parts(start, start + len(k)):
+            part = slice(begin - start, end - start)
+            self.storage.write(0, slice(slot, slot + end - begin), k[part], v[part])
+
+    def _parts(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Positions start .. stop - 1 in pieces that are consecutive in memory: (first, past the last, slot)."""
+        if start >= stop:
+            return []
+        tiles = range(start // TILE, (stop - 1) // TILE + 1)
+        parts = []
+        for first, place, count in runs(tiles, [self.place(tile) for tile in tiles]):
+            begin, end = max(start, first * TILE), min(stop, (first + count) * TILE)
+            parts.append((begin, end, place * TILE + begin - first * TILE))
+        return parts
+
+    def tiles(self, query: int, last: int) -> list[Tiles]:
+        """The tiles up to `last` that a query at position `query` or later may see."""
+        first = self.visibility.oldest(query) // TILE
+        sinks = range(min(first, -(-self.visibility.sinks // TILE)))
+        wanted = [*sinks, *range(first, last + 1)]
+        places = [self.place(tile) for tile in wanted]
+        return [Tiles(*self.storage.run(0, place, count), first) for first, place, count in runs(wanted, places)]
+
+    def drop(self, old: int, new: int) -> None:
+        """Clears what queries from position `new` on cannot see, whole groups of the codec's only."""
+        group = max(spec.tokens for specs in self.storage.specs for spec in specs)
+        begin = max(self.visibility.oldest(old) // group * group, -(-self.visibility.sinks // group) * group)
+        self.clear(begin, self.visibility.oldest(new) // group * group)
+
+    def copy(self) -> "_Ring":
+        other = object.__new__(_Ring)
+        other.__dict__.update(self.__dict__)
+        other.storage = self.storage.copy()
+        return other

@@ -8,7 +8,7 @@ on how the work was split.
 Symbols: L layers, n tiles, T = TILE tokens a tile, Hkv key-value heads, D head width, R rows (tokens being computed).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +22,7 @@ TILE = 128
 
 @dataclass(frozen=True)
 class Tiles:
-    """Keys and values of one layer of one sequence: k, v [n, T, Hkv, D].
+    """Consecutive tiles of one layer of one sequence: k, v [n, T, Hkv, D].
 
     Slot t of tile i holds position (first + i) * T + t. A slot that holds nothing is finite (zero), never uninitialised:
     it is masked, and a masked key still meets a weight of zero, which only a finite value survives.
@@ -32,18 +32,27 @@ class Tiles:
     v: Array
     first: int = 0
 
-    def positions(self) -> np.ndarray:
-        """[n, T] int64: the absolute position of every slot."""
-        return np.arange(self.first * TILE, (self.first + len(self.k)) * TILE).reshape(-1, TILE)
-
 
 @dataclass(frozen=True)
 class Visibility:
     """Which key positions a query position may see: not later ones; of the earlier ones, the last `window` (including
-    the query's own) and the first `sinks`. `window` None means all."""
+    the query's own) and the first `sinks`. `window` None means all.
+
+    A `streaming` cache (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453) counts positions inside the cache: a model with
+    learned positions sees position min(i, sinks + window - 1) at token i, so a text has no end.
+    """
 
     window: int | None = None
     sinks: int = 0
+    streaming: bool = False
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise UsageError(f"window {self.window} is out of range: it must be at least 1, the query's own key")
+        if self.sinks < 0:
+            raise UsageError(f"sinks {self.sinks} is out of range: it must be 0 or more")
+        if self.window is None and (self.sinks or self.streaming):
+            raise UsageError("sinks need a window: without one every key is kept anyway")
 
     def sees(self, query: np.ndarray, key: np.ndarray) -> np.ndarray:
         """Broadcast positions -> bool."""
@@ -51,6 +60,18 @@ class Visibility:
         if self.window is not None:
             seen &= (query - key < self.window) | (key < self.sinks)
         return seen
+
+    def oldest(self, length: int) -> int:
+        """The first position after the sinks that the query at position `length`, or any later one, may see."""
+        return 0 if self.window is None else max(0, length - self.window + 1)
+
+    def position_ids(self, positions: np.ndarray) -> np.ndarray:
+        """Absolute positions -> the positions that the model is told."""
+        return np.minimum(positions, self.sinks + self.window - 1) if self.streaming and self.window else positions
+
+    def held(self, length: int) -> int:
+        """Tokens that a cache must keep once `length` have come."""
+        return length - max(0, self.oldest(length) - self.sinks)
 
 
 CAUSAL = Visibility()
@@ -65,19 +86,27 @@ class Cache(Protocol):
 
     @property
     def length(self) -> int:
-        """Tokens that the cache holds."""
+        """Tokens that have come, dropped ones included: the position of the next."""
         ...
 
     def extend(self, count: int) -> np.ndarray:
         """Makes room for `count` more tokens and gives their positions [count]. CapacityError if there is none."""
         ...
 
+    def position_ids(self, positions: np.ndarray) -> np.ndarray:
+        """Absolute positions -> those that the model is told."""
+        ...
+
+    def visibility(self, layer: int) -> Visibility:
+        """Which keys a query of this layer may see."""
+        ...
+
     def write(self, layer: int, k: Array, v: Array) -> None:
         """k, v [R, Hkv, D] of the tokens of this step."""
         ...
 
-    def tiles(self, layer: int) -> Tiles:
-        """All tokens including those of this step."""
+    def tiles(self, layer: int, last: int) -> Sequence[Tiles]:
+        """What queries in tile `last` fold, in order; tiles that none of them may see can be left out."""
         ...
 
     def commit(self) -> None:
@@ -91,7 +120,7 @@ class Batch:
     Layers other than attention see one matrix of rows; attention sees each sequence alone. No padding.
     """
 
-    def __init__(self, members: list[tuple[Cache, int]]):
+    def __init__(self, members: Sequence[tuple[Cache, int]]):
         self._members = members
 
     def extend(self, count: int) -> np.ndarray:
@@ -99,6 +128,9 @@ class Batch:
         if count != expected:
             raise UsageError(f"{count} tokens for a batch of {expected} rows")
         return np.concatenate([cache.extend(rows) for cache, rows in self._members])
+
+    def position_ids(self, positions: np.ndarray) -> np.ndarray:
+        return np.concatenate([cache.position_ids(positions[rows]) for cache, rows in self.members()])
 
     def members(self) -> Iterator[tuple[Cache, slice]]:
         start = 0

@@ -81,9 +81,10 @@ def hidden_states(params: GPT2Params, tokens: np.ndarray, cache: Cache | Batch, 
     xp = module_of(params.wte)
     tokens = check_tokens(tokens, config.vocab_size)
     positions = cache.extend(len(tokens))
-    if positions.max() >= config.num_positions:  # a GPU would wrap or clamp the index in silence
-        raise CapacityError(f"position {positions.max()} is past the model's {config.num_positions} positions (0 is the first)")
-    x = params.wte[xp.asarray(tokens)] + params.wpe[xp.asarray(positions)]  # [R, E]
+    learned = cache.position_ids(positions)
+    if learned.max() >= config.num_positions:  # a GPU would wrap or clamp the index in silence
+        raise CapacityError(f"position {learned.max()} is past the model's {config.num_positions} positions (0 is the first)")
+    x = params.wte[xp.asarray(tokens)] + params.wpe[xp.asarray(learned)]  # [R, E]
     for layer, block in enumerate(params.blocks):
         x += _attention(x, block, layer, config, positions, cache, numerics)
         x += _mlp(x, block, config, numerics)

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from nanokv.errors import CapacityError, UsageError
 from nanokv.kv.contiguous import ContiguousCache
 from nanokv.kv.tile import TILE
+from tests.support import poisoned
 
 LAYERS, HEADS, DIM, CAPACITY = 2, 2, 3, 290
 
@@ -20,8 +21,7 @@ def rows(values: list[int], layer: int) -> np.ndarray:
 class CacheMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.cache = ContiguousCache(LAYERS, HEADS, DIM, CAPACITY)
-        self.cache.k[:] = self.cache.v[:] = np.nan
+        self.cache = poisoned(ContiguousCache(LAYERS, HEADS, DIM, CAPACITY))
         self.tokens: list[int] = []
         self.next = 1
 
@@ -68,7 +68,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def go_on_with_a_copy(self):
         old, self.cache = self.cache, self.cache.copy()
-        old.k[:] = old.v[:] = np.nan
+        poisoned(old)
 
     @invariant()
     def holds_its_tokens(self):
@@ -83,7 +83,7 @@ class CacheMachine(RuleBasedStateMachine):
         cache.extend(1)
         for layer in range(LAYERS):
             cache.write(layer, rows([7], layer), -rows([7], layer))
-            tiles = cache.tiles(layer)
+            (tiles,) = cache.tiles(layer, len(self.tokens) // TILE)
             assert tiles.k.shape == tiles.v.shape == (len(self.tokens) // TILE + 1, TILE, HEADS, DIM)
             flat = tiles.k.reshape(-1, HEADS, DIM)
             assert np.array_equal(flat[: len(self.tokens) + 1], rows([*self.tokens, 7], layer))

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanokv.kv.tile import TILE, Tiles, Visibility
+from nanokv.kv.tile import Visibility
 
 
 @given(st.integers(0, 300), st.integers(0, 300), st.one_of(st.none(), st.integers(1, 40)), st.integers(0, 10))
@@ -17,8 +17,3 @@ def test_a_window_holds_its_count_of_keys():
     assert Visibility(window=8).sees(np.array(50), keys).sum() == 8
     assert Visibility(window=8, sinks=4).sees(np.array(50), keys).sum() == 12
     assert Visibility(window=8).sees(np.array(3), keys).sum() == 4
-
-
-def test_positions_of_tiles_that_do_not_begin_at_zero():
-    k = np.zeros((2, TILE, 1, 1))
-    assert Tiles(k, k, first=3).positions().ravel().tolist() == list(range(3 * TILE, 5 * TILE))

@@ -179,11 +179,12 @@ def test_past_the_last_position(numerics):
     config = small_config(positions=320)
     params, cache = random_params(config), nan_cache(config, 400)
     forward(params, np.zeros(320, int), cache, numerics=numerics)
-    before = cache.k.copy()
+    before = [plane.copy() for plane in cache.planes]
     with pytest.raises(CapacityError, match="320 is past the model's 320 positions"):
         forward(params, np.array([1]), cache, numerics=numerics)
     assert cache.length == 320
-    assert np.array_equal(cache.k[:, :320], before[:, :320])
+    for now, then in zip(cache.planes, before, strict=True):
+        assert np.array_equal(now.reshape(-1, 4, 8)[:320], then.reshape(-1, 4, 8)[:320])
 
 
 @pytest.mark.parametrize(("tokens", "error", "words"), [
@@ -195,7 +196,7 @@ def test_bad_tokens_are_refused_before_anything_is_written(tokens, error, words)
     cache = nan_cache(config, 10)
     with pytest.raises(error, match=words):
         forward(random_params(config), np.array(tokens), cache)
-    assert np.all(np.isnan(cache.k))
+    assert all(np.all(np.isnan(plane)) for plane in cache.planes)
 
 
 def test_a_batch_of_the_wrong_size_is_refused():

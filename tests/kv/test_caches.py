@@ -1,0 +1,230 @@
+"""Every storage, visibility and codec against the run that recomputes everything: the same bits.
+
+What "recomputing" means: each text is fed at once to a fresh contiguous cache with the same visibility and codec.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanokv.backend import NUMPY
+from nanokv.errors import UsageError
+from nanokv.kv.codec import CODECS, get_codec
+from nanokv.kv.contiguous import ContiguousCache
+from nanokv.kv.paged import PagedPool
+from nanokv.kv.tile import TILE, Batch, Visibility
+from nanokv.models.gpt2 import GPT2Params, fast_bound, forward, hidden_states, random_params
+from nanokv.numerics import FAST
+from tests.support import chunkings, head_counts, in_chunks, poisoned, small_config
+
+BLOCK_SIZES = st.sampled_from([1, 2, 8, 16, 32, 64, 128])
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A combination of codec and visibility, and models and caches for it."""
+
+    params: GPT2Params = field(repr=False)
+    dtype: type
+    codec: str | None
+    visibility: list[Visibility]
+
+    def shape(self):
+        config = self.params.config
+        codec = get_codec(self.codec, self.dtype, NUMPY)
+        return (config.num_layers, config.num_kv_heads, config.head_dim), {
+            "dtype": self.dtype, "codec": codec, "visibility": self.visibility,
+        }  # fmt: skip
+
+    def contiguous(self, capacity):
+        args, more = self.shape()
+        return poisoned(ContiguousCache(*args, capacity, **more))
+
+    def pool(self, num_blocks, block_size):
+        args, more = self.shape()
+        pool = PagedPool(*args, num_blocks, block_size, **more)
+        for plane in pool.storage.planes:
+            plane[:, 1:] = np.iinfo(plane.dtype).max if plane.dtype.kind in "iu" else np.nan
+        return pool
+
+    def whole(self, tokens):
+        """Recomputed, in steps as large as a window allows."""
+        cache = self.contiguous(len(tokens))
+        step = cache.max_step or len(tokens)
+        sizes = [min(step, len(tokens) - at) for at in range(0, len(tokens), step)]
+        return in_chunks(self.params, tokens, sizes, cache)
+
+
+@st.composite
+def kinds(draw, codecs=(None, *CODECS), windows=True, streaming=True):
+    heads, kv_heads = draw(head_counts())
+    layers = draw(st.integers(1, 2))
+    config = small_config(layers=layers, heads=heads, kv_heads=kv_heads, dim=draw(st.sampled_from([4, 7, 16, 40])), positions=420)
+    dtype = draw(st.sampled_from([np.float32, np.float64]))
+    window = st.integers(1, 200)
+    choices = [st.just([Visibility()] * layers)]
+    if windows:
+        each = st.one_of(st.just(Visibility()), st.builds(Visibility, window, st.integers(0, 140)))
+        choices += [st.lists(each, min_size=layers, max_size=layers)]
+    if windows and streaming:
+        choices += [st.builds(Visibility, window, st.integers(0, 140), st.just(True)).map(lambda v: [v] * layers)]
+    params = random_params(config, draw(st.integers(0, 99)), dtype, scale=0.3)
+    return Kind(params, dtype, draw(st.sampled_from(codecs)), draw(st.one_of(choices)))
+
+
+def texts(longest=400):
+    return st.builds(lambda n, seed: np.random.default_rng(seed).integers(0, 61, n), st.integers(1, longest), st.integers(0, 99))
+
+
+def steps(sizes, cache):
+    """Chunks no larger than the cache takes at once."""
+    most = cache.max_step or max(sizes)
+    return [part for size in sizes for part in [most] * (size // most) + [size % most] if part]
+
+
+@settings(max_examples=60)
+@given(kinds(), texts(), st.data())
+def test_a_contiguous_cache_equals_recomputing(kind, tokens, draw):
+    cache = kind.contiguous(len(tokens) + draw.draw(st.integers(0, 200)))
+    pieces = in_chunks(kind.params, tokens, steps(draw.draw(chunkings(len(tokens))), cache), cache)
+    assert np.array_equal(pieces, kind.whole(tokens))
+
+
+@settings(max_examples=80)
+@given(kinds(), texts(), BLOCK_SIZES, st.data())
+def test_a_paged_cache_equals_recomputing(kind, tokens, block_size, draw):
+    """Whatever the block size, the order of the blocks, and what they held before."""
+    if kind.codec == "int4" and block_size % 32:
+        with pytest.raises(UsageError, match="int4 works on groups of 32"):
+            kind.pool(10, block_size)
+        return
+    pool = kind.pool(2 * (-(-len(tokens) // block_size)) + 2, block_size)
+    shuffle(pool, draw.draw(st.integers(0, 99)))
+    cache = pool.new_sequence()
+    assert np.array_equal(in_chunks(kind.params, tokens, draw.draw(chunkings(len(tokens))), cache), kind.whole(tokens))
+    used = sum(block != 0 for block in cache.block_table)
+    assert pool.blocks.stats().used == used
+    for visibility in [max(kind.visibility, key=lambda v: v.held(len(tokens)))]:
+        assert used <= visibility.held(len(tokens)) // block_size + 3 + visibility.sinks // block_size
+
+
+def shuffle(pool, seed):
+    """Frees all blocks in a random order, so that the next ones come in that order."""
+    blocks = pool.blocks.get_new_blocks(pool.blocks.num_free)
+    pool.blocks.free_blocks(np.random.default_rng(seed).permutation(blocks).tolist())
+
+
+@settings(max_examples=40)
+@given(kinds(), texts(200), texts(200), BLOCK_SIZES, st.data())
+def test_forks_go_their_own_ways(kind, tokens, other, block_size, draw):
+    """Parent and child share every block, then each is as if alone; the last holder writes in place."""
+    if kind.codec == "int4":
+        block_size = max(32, block_size)
+    pool = kind.pool(4 * (400 // block_size + 2), block_size)
+    shuffle(pool, 1)
+    parent = pool.new_sequence()
+    forward(kind.params, tokens, parent)
+    held = pool.blocks.stats().used
+    child = parent.fork()
+    assert pool.blocks.stats().used == held
+    mine, theirs = np.append(other, 1), np.append(other[::-1], 2)
+    rows = {}
+    for name, cache, more in draw.draw(st.permutations([("parent", parent, mine), ("child", child, theirs)])):
+        rows[name] = in_chunks(kind.params, more, draw.draw(chunkings(len(more))), cache)
+    assert np.array_equal(rows["parent"], kind.whole(np.concatenate([tokens, mine]))[len(tokens) :])
+    assert np.array_equal(rows["child"], kind.whole(np.concatenate([tokens, theirs]))[len(tokens) :])
+    parent.reset()
+    child.reset()
+    assert pool.blocks.stats().used == 0
+
+
+@settings(max_examples=40)
+@given(kinds(), texts(300), texts(100), BLOCK_SIZES)
+def test_a_prefix_hit_equals_a_cold_run(kind, tokens, other, block_size):
+    if kind.codec == "int4":
+        block_size = max(32, block_size)
+    pool = kind.pool(4 * (400 // block_size + 2), block_size)
+    shuffle(pool, 2)
+    first = pool.new_sequence()
+    assert first.adopt(tokens) == 0
+    forward(kind.params, tokens, first)
+    first.publish(tokens)
+    first.reset()
+    for text in (tokens, np.concatenate([tokens, other]), np.concatenate([tokens[: len(tokens) // 2], other])):
+        again = pool.new_sequence()
+        hit = again.adopt(text)
+        assert hit % block_size == 0
+        assert hit < len(text)
+        assert np.array_equal(forward(kind.params, text[hit:], again), kind.whole(text)[hit:])
+        again.publish(text)
+        again.reset()
+    assert pool.blocks.stats().used == 0
+
+
+@settings(max_examples=30)
+@given(kinds(windows=False), texts(300), st.data())
+def test_truncation_leaves_no_trace_in_any_storage(kind, tokens, draw):
+    own = kind.codec == "int4"
+    block = draw.draw(st.sampled_from([32, 128] if own else [1, 16, 128]))
+    keep = draw.draw(st.integers(0, len(tokens) // TILE)) * TILE if own else draw.draw(st.integers(0, len(tokens)))
+    whole = kind.whole(tokens)
+    pool = kind.pool(2 * (400 // block + 2), block)
+    for cache in (kind.contiguous(420), pool.new_sequence()):
+        junk = np.concatenate([tokens[:keep], np.random.default_rng(3).integers(0, 61, 50)])
+        forward(kind.params, junk, cache)
+        if isinstance(cache, ContiguousCache):
+            cache = cache.copy()
+        else:
+            cache.publish(junk)
+        cache.truncate(keep)
+        if keep < len(tokens):
+            assert np.array_equal(forward(kind.params, tokens[keep:], cache), whole[keep:])
+        with pytest.raises(UsageError):
+            cache.truncate(len(tokens) + 1)
+        cache.reset()
+        assert np.array_equal(forward(kind.params, tokens, cache), whole)
+        cache.reset()
+    again = pool.new_sequence()  # what the index still finds of the junk was not overwritten
+    hit = again.adopt(junk)
+    assert np.array_equal(forward(kind.params, junk[hit:], again), kind.whole(junk)[hit:])
+
+
+@settings(max_examples=25)
+@given(kinds(), st.lists(texts(150), min_size=2, max_size=4), BLOCK_SIZES)
+def test_sequences_of_one_pool_do_not_know_each_other(kind, prompts, block_size):
+    if kind.codec == "int4":
+        block_size = max(32, block_size)
+    pool = kind.pool(5 * (200 // block_size + 2), block_size)
+    shuffle(pool, 4)
+    caches = [pool.new_sequence() for _ in prompts]
+    logits = forward(kind.params, np.concatenate(prompts), Batch([(c, len(p)) for c, p in zip(caches, prompts, strict=True)]))
+    for step in range(3):
+        more = forward(kind.params, np.array([step] * len(prompts)), Batch([(cache, 1) for cache in caches]))
+        for i, prompt in enumerate(prompts):
+            text = np.concatenate([prompt, np.arange(step + 1)])
+            assert np.array_equal(more[i], kind.whole(text)[-1])
+    start = 0
+    for prompt in prompts:
+        assert np.array_equal(logits[start : start + len(prompt)], kind.whole(prompt))
+        start += len(prompt)
+
+
+@settings(max_examples=20)
+@given(kinds(codecs=(None,)), texts(300), BLOCK_SIZES)
+def test_fast_runs_on_every_storage(kind, tokens, block_size):
+    """Within the bound of docs/numerics.md."""
+    pool = kind.pool(400 // block_size + 2, block_size)
+    size = 100
+    sizes = [min(size, len(tokens) - at) for at in range(0, len(tokens), size)]
+    a = in_chunks(kind.params, tokens, sizes, kind.contiguous(420), FAST)
+    b = in_chunks(kind.params, tokens, sizes, pool.new_sequence(), FAST)
+    cache = kind.contiguous(420)
+    step = cache.max_step or len(tokens)
+    hidden = [hidden_states(kind.params, tokens[at : at + step], cache) for at in range(0, len(tokens), step)]
+    bound = fast_bound(kind.params, np.concatenate(hidden))
+    exact = kind.whole(tokens)
+    assert np.all(np.abs(a - exact) <= bound)
+    assert np.all(np.abs(b - exact) <= bound)
