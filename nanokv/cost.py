@@ -40,7 +40,7 @@ def cost(run: Generation) -> Cost:
     """
     prompt, made = len(run.prompt_tokens), len(run.tokens)
     steps = made - 1
-    cached = run.options.cache != "none"
+    cached = run.cache.kind != "none"
     uncached = sum(prompt + i for i in range(made))
     decode_s = run.decode_s / steps if steps > 0 else None
     rate = prompt / run.prefill_s if run.prefill_s else 0.0

@@ -10,8 +10,9 @@ Without a cache the last line becomes `model.forward(prompt + output, empty cach
 cost that grows with the square of the length.
 """
 
+import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +20,12 @@ import numpy as np
 
 from nanokv.backend import to_numpy
 from nanokv.errors import CapacityError, UsageError
+from nanokv.kv.spec import CacheSpec
 from nanokv.sampling import Sampler, SamplingParams, StopStrings, log_softmax
 from nanokv.tokenizer import TokenStream
 
 if TYPE_CHECKING:
     from nanokv.model import Model
-
-CACHES = ("contiguous", "none")
-
 
 @dataclass(frozen=True)
 class Options:
@@ -37,14 +36,11 @@ class Options:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    cache: str = "contiguous"
     logprobs: int = 0
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise UsageError(f"max-tokens {self.max_tokens} is out of range: it must be at least 1")
-        if self.cache not in CACHES:
-            raise UsageError(f"unknown cache {self.cache!r}: choose one of {', '.join(CACHES)}")
         if self.logprobs < 0:
             raise UsageError(f"logprobs {self.logprobs} is out of range: it must be 0 or more")
 
@@ -59,7 +55,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class Generation:
     """One prompt's generation: iterate over it for pieces of text as they are made; the fields grow with it.
 
@@ -71,6 +67,7 @@ class Generation:
     model: "Model"
     prompt_tokens: list[int]
     options: Options
+    cache: CacheSpec = field(default_factory=CacheSpec)
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
@@ -84,31 +81,56 @@ class Generation:
         positions = self.model.config.num_positions
         if not self.prompt_tokens:
             raise UsageError("the prompt is empty: give at least one character")
-        if len(self.prompt_tokens) > positions:
+        if self.cache.endless:
+            inside = self.cache.visibility.held(1 << 60)
+            if inside > positions:
+                raise UsageError(f"window and sinks make {inside} positions, more than the model's {positions}")
+        elif len(self.prompt_tokens) > positions:
             raise CapacityError(f"the prompt has {len(self.prompt_tokens)} tokens, more than the model's {positions} positions")
+        self._sampler = Sampler(self.options.sampling)
         self._stream = TokenStream(self.model.tokenizer)
         self._stops = StopStrings(self.options.stop)
+        self._end_if_full()
+
+    @property
+    def all_tokens(self) -> list[int]:
+        """Prompt and output."""
+        return self.prompt_tokens + self.tokens
+
+    @property
+    def longest(self) -> int:
+        """Tokens that prompt and output can come to."""
+        most = len(self.prompt_tokens) + self.options.max_tokens
+        return most if self.cache.endless else min(most, self.model.config.num_positions)
+
+    def advance(self, logits: np.ndarray) -> str:
+        """Chooses the next token from its logits [V]; the text that may now be shown."""
+        token = self._sampler.choose(logits, self.all_tokens)
+        self.tokens.append(token)
+        if self.options.logprobs:
+            self.logprobs.append(top_logprobs(logits, token, self.options.logprobs))
+        if token in self.model.eos_token_ids and not self.options.ignore_eos:
+            self.finish_reason = "eos"
+            return self._flush()
+        shown = self._show(self._stops.push(self._stream.push(token)))
+        if self._stops.stopped:
+            self.finish_reason = "stop"
+            return shown
+        self._end_if_full()
+        return shown + self._flush() if self.finish_reason else shown
+
+    def _end_if_full(self) -> None:
+        if len(self.tokens) >= self.options.max_tokens:
+            self.finish_reason = "length"
+        elif len(self.prompt_tokens) + len(self.tokens) >= self.longest:
+            self.finish_reason = "context"
 
     def __iter__(self) -> Iterator[str]:
-        if self.tokens or self.finish_reason:
+        """Runs alone, in a cache of its own."""
+        if self.tokens:
             raise UsageError("this generation has already run: start a new one")
-        sampler, stops = Sampler(self.options.sampling), self._stops
         for logits in self._steps():
-            token = sampler.choose(logits, self.prompt_tokens + self.tokens)
-            self.tokens.append(token)
-            if self.options.logprobs:
-                self.logprobs.append(top_logprobs(logits, token, self.options.logprobs))
-            if token in self.model.eos_token_ids and not self.options.ignore_eos:
-                self.finish_reason = "eos"
-            else:
-                yield self._show(stops.push(self._stream.push(token)))
-                if stops.stopped:
-                    self.finish_reason = "stop"
-            if self.finish_reason:
-                break
-        yield self._flush()
-        if self.finish_reason is None:
-            self.finish_reason = "length" if len(self.tokens) == self.options.max_tokens else "context"
+            yield self.advance(logits)
 
     def run(self) -> "Generation":
         """Generates to the end."""
@@ -116,9 +138,25 @@ class Generation:
             pass
         return self
 
+    def spend(self, seconds: float) -> None:
+        """Adds the time of a step to the prefill or the decoding."""
+        if self.tokens:
+            self.decode_s += seconds
+        else:
+            self.prefill_s += seconds
+
+    def fork(self, options: Options) -> "Generation":
+        """A generation that has come as far as this one and goes on with other options."""
+        child = copy.copy(self)
+        child.options, child.tokens, child.logprobs = options, list(self.tokens), list(self.logprobs)
+        child._sampler = Sampler(options.sampling)
+        child._stream, child._stops = copy.copy(self._stream), copy.copy(self._stops)
+        return child
+
     def interrupt(self) -> str:
         """Ends a generation that is not iterated any further; the text that was still held back."""
-        self.finish_reason = "interrupted"
+        if self.finish_reason is None:
+            self.finish_reason = "interrupted"
         return self._flush()
 
     def to_dict(self) -> dict[str, Any]:
@@ -130,7 +168,7 @@ class Generation:
             "tokens": self.tokens,
             "text": self.text,
             "finish_reason": self.finish_reason,
-            "cache": {"kind": self.options.cache, "bytes": self.cache_bytes, "tokens": self.cache_tokens},
+            "cache": {"kind": self.cache.kind, "bytes": self.cache_bytes, "tokens": self.cache_tokens},
             "numerics": str(self.model.numerics),
             "backend": self.model.backend.name,
             "timing": {
@@ -156,24 +194,18 @@ class Generation:
         return text
 
     def _steps(self) -> Iterator[np.ndarray]:
-        """The logits [V] for each next token, as long as the model has a position for it."""
-        model, total = self.model, len(self.prompt_tokens) + self.options.max_tokens
-        capacity = min(total, model.config.num_positions)
-        count = capacity - len(self.prompt_tokens)  # tokens that can be made
-        cached = self.options.cache != "none"
-        cache = model.new_cache(capacity)
-        feed: Sequence[int] = self.prompt_tokens
-        for step in range(count):
+        """The logits [V] for each next token until the generation ends."""
+        model = self.model
+        cached = self.cache.kind != "none"
+        cache = model.new_cache(self.longest, self.cache)
+        feed = self.prompt_tokens
+        while self.finish_reason is None:
             start = time.perf_counter()
             if not cached:
-                feed = self.prompt_tokens + self.tokens
-                cache = model.new_cache(len(feed))
-            logits = to_numpy(model.forward(feed, cache, rows=slice(-1, None)))[0]
-            elapsed = time.perf_counter() - start
-            if step == 0:
-                self.prefill_s = elapsed
-            else:
-                self.decode_s += elapsed
+                feed = self.all_tokens
+                cache = model.new_cache(len(feed), self.cache)
+            logits = to_numpy(model.prefill(feed, cache))
+            self.spend(time.perf_counter() - start)
             if cached:
                 self.cache_tokens, self.cache_bytes = cache.held, cache.used_bytes
             yield logits

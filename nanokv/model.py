@@ -10,12 +10,16 @@ from nanokv.backend import NUMPY, Array, Backend
 from nanokv.errors import UsageError
 from nanokv.generate import Generation, Options
 from nanokv.kv.contiguous import ContiguousCache
+from nanokv.kv.paged import PagedCache, PagedPool
+from nanokv.kv.spec import CacheSpec
 from nanokv.kv.tile import Batch, Cache
 from nanokv.models import gpt2
 from nanokv.models.config import GPT2Config
 from nanokv.numerics import EXACT, FAST, Numerics
 from nanokv.sampling import SamplingParams
 from nanokv.tokenizer import Tokenizer
+
+PREFILL_STEP = 512  # tokens fed at once at most: bounds the memory of a prefill
 
 
 @dataclass(frozen=True)
@@ -45,18 +49,44 @@ class Model:
         """Token ids -> text; bytes that are no UTF-8 become U+FFFD."""
         return self.tokenizer.decode(tokens)
 
-    def new_cache(self, capacity: int | None = None) -> ContiguousCache:
-        """An empty cache for `capacity` tokens (the model's positions if not said)."""
-        config = self.config
-        capacity = config.num_positions if capacity is None else capacity
-        return ContiguousCache(config.num_layers, config.num_kv_heads, config.head_dim, capacity, self.dtype, self.backend)
+    def new_cache(self, capacity: int | None = None, spec: CacheSpec | None = None) -> ContiguousCache | PagedCache:
+        """An empty cache for `capacity` tokens (the model's positions if not said), of the kind that `spec` describes.
 
-    def forward(self, tokens: Sequence[int] | np.ndarray, cache: Cache | Batch, rows: slice = slice(None)) -> Array:
+        A paged one has a pool of its own, just large enough. Raises UsageError for a spec that cannot work here.
+        """
+        spec = spec or CacheSpec()
+        capacity = self.config.num_positions if capacity is None else capacity
+        if spec.kind == "paged":
+            return self.new_pool(spec.blocks_for(capacity, PREFILL_STEP) + 1, spec).new_sequence()
+        return spec.contiguous(*self._kv_shape, capacity, self.dtype, self.backend)
+
+    def new_pool(self, num_blocks: int, spec: CacheSpec) -> PagedPool:
+        """A pool of `num_blocks` blocks, the null block included."""
+        return spec.pool(*self._kv_shape, num_blocks, self.dtype, self.backend, self.name)
+
+    @property
+    def _kv_shape(self) -> tuple[int, int, int]:
+        return self.config.num_layers, self.config.num_kv_heads, self.config.head_dim
+
+    def forward(
+        self, tokens: Sequence[int] | np.ndarray, cache: Cache | Batch, rows: slice | Sequence[int] = slice(None)
+    ) -> Array:
         """Logits of the next token after each of `tokens` [R], which continue what `cache` holds -> [len(rows), V]."""
         return gpt2.forward(self.params, np.asarray(tokens), cache, rows=rows, numerics=self.numerics)
 
+    def hidden_states(self, tokens: Sequence[int] | np.ndarray, cache: Cache | Batch) -> Array:
+        """As forward(), without the head: the hidden states [R, E] of `tokens`."""
+        return gpt2.hidden_states(self.params, np.asarray(tokens), cache, numerics=self.numerics)
+
+    def prefill(self, tokens: Sequence[int], cache: ContiguousCache | PagedCache) -> Array:
+        """Feeds `tokens` in steps that the cache has room for; the logits [V] after the last."""
+        step = min(PREFILL_STEP, cache.max_step or PREFILL_STEP)
+        for start in range(0, len(tokens), step):
+            hidden = self.hidden_states(tokens[start : start + step], cache)
+        return gpt2.unembed(self.params, hidden[-1:], numerics=self.numerics)[0]
+
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Generation:
-        """Text or ids continued to the end. Options: those of nanokv.generate.Options and of SamplingParams.
+        """Text or ids continued to the end. Options: those of Options, SamplingParams and CacheSpec (its kind as `cache`).
 
         >>> nanokv.load("default").generate("Hello, how", max_tokens=20).text        # doctest: +SKIP
         """
@@ -65,7 +95,7 @@ class Model:
     def stream(self, prompt: str | Sequence[int], **options: Any) -> Generation:
         """As generate(), not yet run: iterate over it for pieces of text as they are made."""
         tokens = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-        return Generation(self, tokens, make_options(**options))
+        return Generation(self, tokens, *make_options(**options))
 
     @property
     def weight_bytes(self) -> int:
@@ -85,12 +115,21 @@ def choose_numerics(name: str | None, backend: Backend) -> Numerics:
     return EXACT if name is None else Numerics(name)
 
 
-def make_options(**options: Any) -> Options:
-    """Options from flat keywords: SamplingParams' among them are gathered."""
+def make_options(**options: Any) -> tuple[Options, CacheSpec]:
+    """Options and cache from flat keywords: those of Options, of SamplingParams, and of CacheSpec with `cache` as its kind.
+
+    Raises UsageError for a keyword that is none of these.
+    """
+    spec = {name: options.pop(name) for name in CacheSpec.__dataclass_fields__ if name in options}
+    if "cache" in options:
+        spec["kind"] = options.pop("cache")
     sampling = {name: options.pop(name) for name in SamplingParams.__dataclass_fields__ if name in options}
     if sampling:
         options["sampling"] = SamplingParams(**sampling)
     if "stop" in options:
         stop = options["stop"]
         options["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    return Options(**options)
+    unknown = sorted(options.keys() - Options.__dataclass_fields__.keys())
+    if unknown:
+        raise UsageError(f"unknown option {unknown[0]!r} of generate")
+    return Options(**options), CacheSpec(**spec)

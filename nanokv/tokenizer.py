@@ -3,8 +3,8 @@
 The kind is GPT-2's (Radford et al. 2019): byte-level byte-pair encoding. Text is cut into pieces by a pattern; a piece
 starts as single bytes, and the pair that comes first in the list of merges is joined until no pair is listed (Sennrich
 et al. 2016, arXiv 1508.07909). tiktoken does the joining. Its rule is another: it joins two parts when the text they
-make together is a token, and it looks a whole piece up before it cuts it. The two rules agree on every text if and only
-if each merge is what its own text becomes (see `_is_cut_elsewhere`); trained merges all are. Files in which one is not
+make together is a token, and it looks a whole piece up before it cuts it. The two rules give the same ids on every text
+when each merge is what its own text becomes (see `_is_cut_elsewhere`); trained merges all are. Files in which one is not
 are refused, since tiktoken would give other ids than the model was trained with.
 """
 

@@ -6,8 +6,9 @@ import os
 import random
 import socket
 import tempfile
+from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,7 @@ def test_ids_are_those_of_merging_by_pair_or_the_file_is_refused(merges: Merges,
     [
         [("b", "c"), ("a", "b"), ("ab", "c")],  # "abc" becomes "a", "bc"
         [("a", "a"), ("a", "aa")],  # "aaa" becomes "aa", "a"
+        [("a", "a"), ("aa", "aa"), ("aa", "aaaa")],  # "aaaaaa" becomes "aaaa", "aa"
         [("a", "b"), ("a", "b")],
     ],
 )
@@ -287,12 +289,11 @@ def test_endless_space_is_an_error_and_not_a_crash() -> None:
 
 
 token_ids = st.lists(st.integers(0, SMALL.vocab_size - 1), max_size=40)
-broken_ids = st.lists(  # the bytes on which UTF-8 decoders disagree: leads, continuations, what is never valid
-    st.sampled_from([0x41, 0x80, 0x90, 0x9F, 0xA0, 0xBF, 0xC1, 0xC2, 0xE0, 0xE2, 0xED, 0xF0, 0xF4, 0xF5, 0xFF]), max_size=12
-)
+# The bytes on which decoders of UTF-8 disagree: leads, continuations, the bounds of both, what is never valid.
+EDGES = [0x41, 0x80, 0x90, 0x9F, 0xA0, 0xBF, 0xC1, 0xC2, 0xE0, 0xE2, 0xED, 0xF0, 0xF3, 0xF4, 0xF5, 0xFF]
 
 
-@given(token_ids | broken_ids)
+@given(token_ids | st.lists(st.sampled_from(EDGES), max_size=12))
 def test_a_stream_gives_what_decoding_at_once_gives(ids: list[int]) -> None:
     stream = TokenStream(SMALL)
     assert "".join(map(stream.push, ids)) + stream.finish() == SMALL.decode(ids)
@@ -310,15 +311,25 @@ def could_become_a_character(tail: bytes) -> bool:
     return False
 
 
-@given(token_ids | broken_ids)
-def test_a_stream_holds_back_only_what_can_become_a_character(ids: list[int]) -> None:
-    """J09: and what it gives is whole characters."""
+def check_what_is_held_back(ids: Sequence[int]) -> None:
+    """J09: after each token the stream has shown all but an end that can still become a character."""
     stream, shown = TokenStream(SMALL), ""
     for count, token in enumerate(ids, start=1):
         shown += stream.push(token)
         raw = b"".join(SMALL.token_bytes(index) for index in ids[:count])
         held = next((size for size in (3, 2, 1) if size <= len(raw) and could_become_a_character(raw[-size:])), 0)
         assert shown == raw[: len(raw) - held].decode(errors="replace")
+
+
+@given(token_ids)
+def test_a_stream_holds_back_only_what_can_become_a_character(ids: list[int]) -> None:
+    check_what_is_held_back(ids)
+
+
+def test_a_stream_holds_back_nothing_that_is_invalid_already() -> None:
+    """All sequences of three of the bytes above."""
+    for ids in product(EDGES, repeat=3):
+        check_what_is_held_back(ids)
 
 
 def test_invalid_bytes_do_not_stall_the_stream() -> None:

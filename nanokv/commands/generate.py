@@ -61,12 +61,12 @@ def generate(
     from nanokv.generate import Generation
     from nanokv.model import make_options
 
-    checked = make_options(stop=tuple(unescape(text) for text in stop), **options)
+    checked, spec = make_options(stop=tuple(unescape(text) for text in stop), **options)
     texts = gather(prompts, files)
     model = nanokv.load(source, dtype=dtype, backend=backend, numerics=numerics)
     if model.backend.name == "cupy" and numerics is None:
         click.echo("note: on CuPy the numerics are fast: cached and uncached agree within rounding", err=True)
-    runs = [Generation(model, model.encode(text), checked) for text in texts]
+    runs = [Generation(model, model.encode(text), checked, spec) for text in texts]
     for number, run in enumerate(runs):
         if number and not as_json:
             click.echo()
@@ -152,7 +152,7 @@ def stats_rows(run: "Generation") -> list[tuple[str, str]]:
         if spent.bandwidth_share is not None:
             share = f"{spent.bandwidth_share:.0%} of the {spent.read_gb_per_s:.1f} GB/s that this machine reads"
             rows.append(("memory traffic", f"{spent.decode_gb_per_s:.1f} GB/s, {share}"))
-    rows.append(("KV cache", f"{run.options.cache}, {run.cache_tokens} tokens, {run.cache_bytes:,} bytes"))
+    rows.append(("KV cache", f"{run.cache.kind}, {run.cache_tokens} tokens, {run.cache_bytes:,} bytes"))
     without = f"without a cache {spent.tokens_uncached:,}, about {spent.uncached_s:.2f} s"
     rows.append(("recomputing", f"{spent.tokens_computed:,} tokens computed; {without}"))
     rows.append(("numerics", f"{model.numerics}, {model.dtype}, {model.backend.name}"))

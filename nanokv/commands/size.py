@@ -55,9 +55,7 @@ class Bytes(click.ParamType):
 @click.option(
     "--gpu-memory", type=Bytes(), help="Memory of one GPU, in place of the preset's: what the driver reports is less."
 )
-@click.option(
-    "--utilisation", default=0.9, show_default=True, help="Share of a GPU's memory that the engine takes (vLLM's default)."
-)
+@click.option("--utilisation", type=float, help="Share of a GPU's memory that the engine takes.  [default: 0.9, as in vLLM]")
 @click.option(
     "--overhead", type=Bytes(), help="Context, activations and graphs on each GPU.  [default: 1.24GB, from a vLLM log]"
 )
@@ -84,7 +82,7 @@ def size(
     gpu: str | None,
     tensor_parallel: int,
     gpu_memory: int | None,
-    utilisation: float,
+    utilisation: float | None,
     overhead: int | None,
     kv_memory: int | None,
     params: int | None,
@@ -98,7 +96,7 @@ def size(
     """KV cache of a model, and what fits.
 
     CONFIG is a Hugging Face config.json, a directory with one, a GGUF file, or a hub id. Several are set side by side.
-    """  # fmt: skip
+    """
     from sim.planner.kv_formats import kv_format
     from sim.planner.model import read_model
     from sim.planner.plan import Question, plan
@@ -150,11 +148,11 @@ def common_context(models: "list[Model]") -> int:
 
 
 def gpu_budget(
-    model: "Model", gpu: str | None, memory: int | None, utilisation: float, overhead: int | None, parts: int
+    model: "Model", gpu: str | None, memory: int | None, utilisation: float | None, overhead: int | None, parts: int
 ) -> "Budget | None":
     """What one GPU has for the caches; None where no GPU was named. ConfigError where the weights' size is not known."""
     from sim.gpus import get_gpu
-    from sim.planner.plan import OVERHEAD, split_budget
+    from sim.planner.plan import OVERHEAD, UTILISATION, split_budget
 
     if gpu is None and memory is None:
         return None
@@ -162,4 +160,10 @@ def gpu_budget(
         memory = get_gpu(gpu or "").memory
     if model.weights is None:
         raise ConfigError(f"{model.name}: the size of the weights is not known ({model.why}): give --params or --weights-bytes")
-    return split_budget(memory, utilisation, model.weights.total, OVERHEAD if overhead is None else overhead, parts)
+    return split_budget(
+        memory,
+        UTILISATION if utilisation is None else utilisation,
+        model.weights.total,
+        OVERHEAD if overhead is None else overhead,
+        parts,
+    )

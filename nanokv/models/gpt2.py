@@ -4,6 +4,7 @@ Symbols: R rows (tokens being computed), E width, Hq query heads, Hkv key-value 
 V vocabulary. Every matrix is stored [out, in].
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,7 +64,7 @@ def forward(
     tokens: np.ndarray,
     cache: Cache | Batch,
     *,
-    rows: slice = slice(None),
+    rows: slice | Sequence[int] = slice(None),
     numerics: Numerics = EXACT,
 ) -> Array:
     """Logits of the next token after each of `tokens`: host ids [R] -> [len(rows), V].
@@ -72,7 +73,10 @@ def forward(
     says of which rows to compute logits: a prefill needs the last only. Raises TokenizerError for an unknown id and
     CapacityError past the model's positions or the cache's capacity, before anything is written.
     """
-    return unembed(params, hidden_states(params, tokens, cache, numerics=numerics)[rows], numerics=numerics)
+    hidden = hidden_states(params, tokens, cache, numerics=numerics)
+    if not isinstance(rows, slice):
+        rows = module_of(hidden).asarray(np.asarray(rows, dtype=np.int64))
+    return unembed(params, hidden[rows], numerics=numerics)
 
 
 def hidden_states(params: GPT2Params, tokens: np.ndarray, cache: Cache | Batch, *, numerics: Numerics = EXACT) -> Array:

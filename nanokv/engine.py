@@ -1,0 +1,298 @@
+"""Many sequences at once over one pool of blocks: continuous batching, chunked prefill, preemption, prefix reuse, forks.
+
+    engine = Engine(model)
+    runs = [engine.add(model.encode(prompt), options) for prompt in prompts]
+    for update in engine.stream():
+        print(update.run, update.text)
+
+A step feeds one token of every running sequence and fills what is left of its budget with pieces of prompts; sequences
+join and leave between steps. When blocks run out, the newest sequence gives its back and is computed again later. In
+exact numerics none of this shows in the tokens: each sequence gets the ones that it would get alone.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from nanokv.backend import to_numpy
+from nanokv.errors import CapacityError, UsageError
+from nanokv.generate import Generation, Options
+from nanokv.kv.paged import PagedCache
+from nanokv.kv.spec import CacheSpec
+from nanokv.kv.tile import Batch
+from nanokv.model import Model
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a step did for one sequence: new text, perhaps empty, and perhaps its end (`run.finish_reason`)."""
+
+    run: Generation
+    text: str
+
+
+@dataclass
+class EngineStats:
+    """Counts since the engine was made. Tokens that a preempted sequence computes again are `recomputed`, and what it
+    finds of itself in the index is no hit: `prefix_hit_tokens` are prompt tokens that another request had computed."""
+
+    steps: int = 0
+    computed_tokens: int = 0
+    recomputed_tokens: int = 0
+    prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    peak_blocks: int = 0
+    peak_shared_blocks: int = 0
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """A generation in the engine. `cache.length` of `known` tokens are computed; the phase follows from the two alone."""
+
+    run: Generation
+    cache: PagedCache
+    copies: list[Generation] = field(default_factory=list)  # forks to make once the prompt is computed
+    seen: int = 0  # tokens computed once, before any preemption
+
+    @property
+    def known(self) -> int:
+        return len(self.run.prompt_tokens) + len(self.run.tokens)
+
+    @property
+    def pending(self) -> int:
+        return self.known - self.cache.length
+
+
+class Engine:
+    """`spec` says block size, window, sinks and codec; `num_blocks` counts the null block, None is room for 4 full texts.
+    A step feeds `max_batch_tokens` at most, and `max_sequences` run at once at most (forks beside them)."""
+
+    def __init__(
+        self,
+        model: Model,
+        spec: CacheSpec | None = None,
+        *,
+        num_blocks: int | None = None,
+        max_batch_tokens: int = 512,
+        max_sequences: int = 64,
+        prefix_caching: bool = True,
+    ):
+        self.model = model
+        self.spec = replace(spec or CacheSpec(), kind="paged")
+        if max_batch_tokens < 1 or max_sequences < 1:
+            raise UsageError("max_batch_tokens and max_sequences must be at least 1")
+        if num_blocks is None:
+            num_blocks = 4 * self.spec.blocks_for(model.config.num_positions, max_batch_tokens) + 1
+        self.pool = model.new_pool(num_blocks, self.spec)
+        self.stats = EngineStats()
+        self._max_tokens, self._max_sequences, self._prefix_caching = max_batch_tokens, max_sequences, prefix_caching
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []  # in order of arrival
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def add(self, prompt: Sequence[int], options: Options | None = None, n: int = 1) -> list[Generation]:
+        """Queues a prompt; `n` continuations of it share its blocks. Each has a seed of its own, made from the given one.
+
+        Raises what Generation does for a bad request, UsageError for copies that would be equal, and CapacityError for one
+        that could never fit in the pool.
+        """
+        options = options or Options()
+        if n < 1:
+            raise UsageError(f"n {n} is out of range: it must be at least 1")
+        if n > 1 and options.sampling.temperature == 0:
+            raise UsageError(f"{n} greedy continuations would be equal: set a temperature")
+        runs = [Generation(self.model, list(prompt), seeded(options, i), self.spec) for i in range(n)]
+        usable = self.pool.blocks.num_blocks - 1
+        needed = self.spec.blocks_for(runs[0].longest, self._max_tokens)
+        if needed > usable:
+            raise CapacityError(
+                f"prompt and output can come to {runs[0].longest} tokens, {needed} blocks, and the pool has {usable}: "
+                "lower max-tokens or enlarge the pool"
+            )
+        if runs[0].finish_reason is None:
+            self._waiting.append(_Sequence(runs[0], self.pool.new_sequence(), runs[1:]))
+            self.stats.prompt_tokens += len(prompt)
+        return runs
+
+    def cancel(self, run: Generation) -> None:
+        """Ends a generation and gives its blocks back; copies of it that were not made yet take its place."""
+        for queue in (self._running, self._waiting):
+            for sequence in list(queue):
+                if sequence.run is run:
+                    if sequence.copies:
+                        sequence.run = sequence.copies.pop(0)
+                    else:
+                        sequence.cache.reset()
+                        queue.remove(sequence)
+                elif run in sequence.copies:
+                    sequence.copies.remove(run)
+        run.interrupt()
+
+    def fork(self, run: Generation, seed: int | None = None) -> Generation:
+        """A copy of a running generation that goes its own way from here, sharing every block."""
+        for sequence in [*self._running, *self._waiting]:
+            if sequence.run is run:
+                break
+        else:
+            raise UsageError("only a generation that this engine has not ended can be forked")
+        options = replace(run.options, sampling=replace(run.options.sampling, seed=seed))
+        child = run.fork(options)
+        twin = _Sequence(child, sequence.cache.fork(), seen=sequence.seen)
+        if sequence in self._running:
+            self._running.append(twin)
+        else:
+            self._waiting.append(twin)
+        return child
+
+    def step(self) -> list[Update]:
+        """One forward pass; what it made. Empty when there is nothing to do."""
+        plan = self._schedule()
+        if not plan:
+            return []
+        start = time.perf_counter()
+        tokens = [token for sequence, count in plan for token in self._next_tokens(sequence, count)]
+        ends = np.cumsum([count for _, count in plan]) - 1
+        done = [sequence.pending == count for sequence, count in plan]  # whose last known token is computed now
+        batch = Batch([(sequence.cache, count) for sequence, count in plan])
+        rows = [int(end) for end, last in zip(ends, done, strict=True) if last]
+        logits = to_numpy(self.model.forward(tokens, batch, rows)) if rows else self._compute(tokens, batch)
+        elapsed = time.perf_counter() - start
+        self._count(plan, len(tokens))
+        finished = [sequence for (sequence, _), last in zip(plan, done, strict=True) if last]
+        for sequence, _ in plan:
+            if self._prefix_caching:
+                sequence.cache.publish(sequence.run.all_tokens)
+            sequence.run.spend(elapsed)
+        updates = []
+        for sequence, row in zip(finished, logits, strict=True):
+            updates += self._advance(sequence, row)
+        return updates
+
+    def stream(self) -> Iterator[Update]:
+        """Steps until all is done."""
+        while self.has_work:
+            yield from self.step()
+
+    def generate(self, prompts: Sequence[str | Sequence[int]], options: Options | None = None) -> list[Generation]:
+        """Continues all prompts to the end, together."""
+        ids = [self.model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        runs = [self.add(prompt, options)[0] for prompt in ids]
+        for _ in self.stream():
+            pass
+        return runs
+
+    def _schedule(self) -> list[tuple[_Sequence, int]]:
+        """Which sequences get how many tokens now: the oldest first, every one within the blocks that are free."""
+        plan: list[tuple[_Sequence, int]] = []
+        budget, reserved, preempted = self._max_tokens, 0, False
+        for sequence in list(self._running):
+            if sequence not in self._running:
+                continue  # preempted for an older one
+            count = min(sequence.pending, budget)
+            if count == 0:
+                break
+            while sequence.cache.blocks_needed(count) > self.pool.blocks.num_free - reserved:
+                victim = self._running[-1]
+                self._preempt(victim)
+                preempted = True
+                if victim is sequence:
+                    break
+            if sequence in self._running:
+                reserved += sequence.cache.blocks_needed(count)
+                budget -= count
+                plan.append((sequence, count))
+        while self._waiting and budget and not preempted and len(self._running) < self._max_sequences:
+            sequence = self._waiting[0]
+            if not self._admit(sequence, reserved):
+                break
+            self._waiting.popleft()
+            self._running.append(sequence)
+            count = min(sequence.pending, budget)
+            reserved += sequence.cache.blocks_needed(count)
+            budget -= count
+            plan.append((sequence, count))
+        return plan
+
+    def _admit(self, sequence: _Sequence, reserved: int) -> bool:
+        """Lets a waiting sequence in if all its known tokens and one more fit beside what the others still need for theirs:
+        two that each hold half of what they need would wait for each other."""
+        if sequence.cache.length == 0 and self._prefix_caching:
+            hit = sequence.cache.adopt(sequence.run.all_tokens)
+            if sequence.seen == 0:
+                self.stats.prefix_hit_tokens += hit
+        owed = sum(self._outstanding(other) for other in self._running)
+        if self._outstanding(sequence) <= self.pool.blocks.num_free - max(reserved, owed):
+            return True
+        hit = sequence.cache.length
+        sequence.cache.reset()
+        if sequence.seen == 0:
+            self.stats.prefix_hit_tokens -= hit
+        return False
+
+    def _outstanding(self, sequence: _Sequence) -> int:
+        """Blocks that a sequence takes from the pool before its next token is known, and for that token."""
+        return self.spec.blocks_for(sequence.known + 1, self._max_tokens) - sum(b != 0 for b in sequence.cache.block_table)
+
+    def _preempt(self, sequence: _Sequence) -> None:
+        """Takes a sequence's blocks; it waits at the head of the queue, tokens and random state kept."""
+        self._running.remove(sequence)
+        sequence.cache.reset()
+        self._waiting.appendleft(sequence)
+        self.stats.preemptions += 1
+
+    def _next_tokens(self, sequence: _Sequence, count: int) -> list[int]:
+        start = sequence.cache.length
+        return sequence.run.all_tokens[start : start + count]
+
+    def _compute(self, tokens: list[int], batch: Batch) -> np.ndarray:
+        """A step after which no sequence has a next token."""
+        self.model.hidden_states(tokens, batch)
+        return np.empty((0, 0))
+
+    def _count(self, plan: list[tuple[_Sequence, int]], tokens: int) -> None:
+        stats, pool = self.stats, self.pool.blocks.stats()
+        stats.steps += 1
+        stats.computed_tokens += tokens
+        for sequence, _ in plan:
+            stats.recomputed_tokens += max(0, min(sequence.seen, sequence.cache.length) - self._before(sequence, plan))
+            sequence.seen = max(sequence.seen, sequence.cache.length)
+        stats.peak_blocks = max(stats.peak_blocks, pool.used)
+        stats.peak_shared_blocks = max(stats.peak_shared_blocks, pool.shared)
+
+    @staticmethod
+    def _before(sequence: _Sequence, plan: list[tuple[_Sequence, int]]) -> int:
+        """The length of a sequence's cache before this step."""
+        return sequence.cache.length - next(count for other, count in plan if other is sequence)
+
+    def _advance(self, sequence: _Sequence, logits: np.ndarray) -> list[Update]:
+        """The next token of a sequence, and of its copies, which split off here."""
+        twins = [(sequence, sequence.run)]
+        for run in sequence.copies:
+            twin = _Sequence(run, sequence.cache.fork(), seen=sequence.seen)
+            self._running.append(twin)
+            twins.append((twin, run))
+        sequence.copies = []
+        updates = []
+        for twin, run in twins:
+            updates.append(Update(run, run.advance(logits)))
+            run.cache_tokens, run.cache_bytes = twin.cache.held, twin.cache.used_bytes
+            if run.finish_reason:
+                twin.cache.reset()
+                self._running.remove(twin)
+        return updates
+
+
+def seeded(options: Options, index: int) -> Options:
+    """The options of copy `index`: its seed is made from the given one, which the first copy keeps."""
+    seed = options.sampling.seed
+    if seed is None or index == 0:
+        return options
+    child = int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0])
+    return replace(options, sampling=replace(options.sampling, seed=child))
