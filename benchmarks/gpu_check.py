@@ -101,7 +101,8 @@ def main() -> None:
     gpu = get_backend("cupy")
     device = gpu.xp.cuda.runtime.getDeviceProperties(0)
     rows = agreement(gpu)
-    texts = [nanokv.load("default", backend=name, numerics="fast").generate("Hello, how", max_tokens=40).text for name in ("numpy", "cupy")]
+    models = [nanokv.load("default", backend=name, numerics="fast") for name in ("numpy", "cupy")]
+    texts = [model.generate("Hello, how", max_tokens=40).text for model in models]
     result = {
         "card": device["name"].decode(), "date": date.today().isoformat(), "cupy": gpu.xp.__version__, "agreement": rows,
         "same_greedy_text": texts[0] == texts[1], **speed(gpu, random_params(known_shapes()["gpt2"]).to(gpu)),

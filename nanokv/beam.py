@@ -41,6 +41,20 @@ class BeamResult:
     peak_blocks: int
     bytes_saved: int
 
+    def report(self) -> list[tuple[str, str]]:
+        """Name and value of each line that `generate --beams --stats` shows."""
+        best = self.beams[0]
+        return [
+            (
+                "best",
+                f"{len(best.tokens)} tokens, log-probability {best.logprob:.3f}, score {best.score:.4f}, {best.finish_reason}",
+            ),
+            (
+                "blocks",
+                f"{self.peak_table_blocks} in all tables, {self.peak_blocks} in memory: {self.bytes_saved:,} bytes saved",
+            ),
+        ]
+
 
 @dataclass
 class _Running:
@@ -68,7 +82,7 @@ def beam_search(
     first = pool.new_sequence()
     logits = to_numpy(model.prefill(prompt, first))[None]
     running, finished = [_Running([], 0.0, first)], list[Beam]()
-    peak_tables = peak_blocks = saved = 0
+    peak_tables = peak_blocks = 0
     for length in range(1, limit + 1):
         totals = np.stack([beam.logprob + log_softmax(row) for beam, row in zip(running, logits, strict=True)])
         keep = max(2, 1 + len(ends)) * beams
@@ -94,7 +108,7 @@ def beam_search(
         batch = Batch([(beam.cache, 1) for beam in running])
         logits = to_numpy(model.forward([beam.tokens[-1] for beam in running], batch))
         tables, used = sum(len(beam.cache.block_table) for beam in running), pool.blocks.stats().used
-        if tables - used > peak_tables - peak_blocks:
+        if tables - used >= peak_tables - peak_blocks:
             peak_tables, peak_blocks = tables, used
-            saved = round((tables - used) * pool.block_size * pool.storage.bytes_per_token)
-    return BeamResult(finished, peak_tables, peak_blocks, saved)
+    saved = (peak_tables - peak_blocks) * pool.block_size * pool.storage.bytes_per_token
+    return BeamResult(finished, peak_tables, peak_blocks, round(saved))

@@ -20,10 +20,11 @@ import numpy as np
 from nanokv.backend import to_numpy
 from nanokv.errors import CapacityError, UsageError
 from nanokv.generate import Generation, Options
+from nanokv.kv.block_pool import NULL_BLOCK
 from nanokv.kv.paged import PagedCache
 from nanokv.kv.spec import CacheSpec
 from nanokv.kv.tile import Batch
-from nanokv.model import Model
+from nanokv.model import PREFILL_STEP, Model
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class EngineStats:
     preemptions: int = 0
     peak_blocks: int = 0
     peak_shared_blocks: int = 0
+    bytes_saved: int = 0  # by blocks that stand in several tables, when it was most
+    seconds: float = 0.0
 
 
 @dataclass(eq=False)
@@ -77,7 +80,7 @@ class Engine:
         spec: CacheSpec | None = None,
         *,
         num_blocks: int | None = None,
-        max_batch_tokens: int = 512,
+        max_batch_tokens: int = PREFILL_STEP,
         max_sequences: int = 64,
         prefix_caching: bool = True,
     ):
@@ -92,6 +95,10 @@ class Engine:
         self._max_tokens, self._max_sequences, self._prefix_caching = max_batch_tokens, max_sequences, prefix_caching
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []  # in order of arrival
+
+    @property
+    def _block_bytes(self) -> float:
+        return self.pool.block_size * self.pool.storage.bytes_per_token
 
     @property
     def has_work(self) -> bool:
@@ -151,6 +158,19 @@ class Engine:
             self._waiting.append(twin)
         return child
 
+    def report(self) -> list[tuple[str, str]]:
+        """Name and value of each line that `generate --stats` shows for an engine."""
+        stats, pool = self.stats, self.pool
+        rate = stats.computed_tokens / stats.seconds if stats.seconds else 0.0
+        return [
+            ("steps", f"{stats.steps}, {stats.computed_tokens} tokens computed, {rate:,.0f} tokens/s"),
+            ("prefix hits", f"{stats.prefix_hit_tokens} of {stats.prompt_tokens} prompt tokens"),
+            ("preempted", f"{stats.preemptions} times, {stats.recomputed_tokens} tokens recomputed"),
+            ("blocks", f"{stats.peak_blocks} of {pool.blocks.num_blocks - 1} at most, {self._block_bytes:,.0f} bytes each"),
+            ("shared", f"{stats.peak_shared_blocks} blocks at most, {stats.bytes_saved:,} bytes saved"),
+            ("KV cache", f"paged, {pool.codec.name}: {pool.storage.bytes_per_token:,.0f} bytes a token"),
+        ]
+
     def step(self) -> list[Update]:
         """One forward pass; what it made. Empty when there is nothing to do."""
         plan = self._schedule()
@@ -165,6 +185,7 @@ class Engine:
         logits = to_numpy(self.model.forward(tokens, batch, rows)) if rows else self._compute(tokens, batch)
         elapsed = time.perf_counter() - start
         self._count(plan, len(tokens))
+        self.stats.seconds += elapsed
         finished = [sequence for (sequence, _), last in zip(plan, done, strict=True) if last]
         for sequence, _ in plan:
             if self._prefix_caching:
@@ -238,7 +259,9 @@ class Engine:
 
     def _outstanding(self, sequence: _Sequence) -> int:
         """Blocks that a sequence takes from the pool before its next token is known, and for that token."""
-        return self.spec.blocks_for(sequence.known + 1, self._max_tokens) - sum(b != 0 for b in sequence.cache.block_table)
+        return self.spec.blocks_for(sequence.known + 1, self._max_tokens) - sum(
+            block != NULL_BLOCK for block in sequence.cache.block_table
+        )
 
     def _preempt(self, sequence: _Sequence) -> None:
         """Takes a sequence's blocks; it waits at the head of the queue, tokens and random state kept."""
@@ -265,6 +288,8 @@ class Engine:
             sequence.seen = max(sequence.seen, sequence.cache.length)
         stats.peak_blocks = max(stats.peak_blocks, pool.used)
         stats.peak_shared_blocks = max(stats.peak_shared_blocks, pool.shared)
+        held = sum(block != NULL_BLOCK for sequence in self._running for block in sequence.cache.block_table)
+        stats.bytes_saved = max(stats.bytes_saved, round((held - pool.used) * self._block_bytes))
 
     @staticmethod
     def _before(sequence: _Sequence, plan: list[tuple[_Sequence, int]]) -> int:
@@ -282,11 +307,20 @@ class Engine:
         updates = []
         for twin, run in twins:
             updates.append(Update(run, run.advance(logits)))
-            run.cache_tokens, run.cache_bytes = twin.cache.held, twin.cache.used_bytes
+            run.note_cache(twin.cache)
             if run.finish_reason:
                 twin.cache.reset()
                 self._running.remove(twin)
         return updates
+
+
+def engine_for(model: Model, spec: CacheSpec, prompt_lengths: Sequence[int], options: Options, copies: int = 1) -> Engine:
+    """An engine whose pool holds all of these prompts and their copies to the end, when none shares a block.
+
+    One block more for each sequence: while copies split, the shared block and all that replace it are held at once.
+    """
+    blocks = sum(spec.blocks_for(length + options.max_tokens, PREFILL_STEP) + 1 for length in prompt_lengths)
+    return Engine(model, spec, num_blocks=copies * blocks + 1, max_batch_tokens=PREFILL_STEP)
 
 
 def seeded(options: Options, index: int) -> Options:

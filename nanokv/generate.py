@@ -20,12 +20,15 @@ import numpy as np
 
 from nanokv.backend import to_numpy
 from nanokv.errors import CapacityError, UsageError
+from nanokv.kv.contiguous import ContiguousCache
+from nanokv.kv.paged import PagedCache
 from nanokv.kv.spec import CacheSpec
 from nanokv.sampling import Sampler, SamplingParams, StopStrings, log_softmax
 from nanokv.tokenizer import TokenStream
 
 if TYPE_CHECKING:
     from nanokv.model import Model
+
 
 @dataclass(frozen=True)
 class Options:
@@ -74,6 +77,7 @@ class Generation:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cache_bytes: int = 0
     cache_tokens: int = 0
+    cache_token_bytes: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
@@ -137,6 +141,10 @@ class Generation:
         for _ in self:
             pass
         return self
+
+    def note_cache(self, cache: ContiguousCache | PagedCache) -> None:
+        """Remembers what the cache holds now."""
+        self.cache_tokens, self.cache_bytes, self.cache_token_bytes = cache.held, cache.used_bytes, cache.bytes_per_token
 
     def spend(self, seconds: float) -> None:
         """Adds the time of a step to the prefill or the decoding."""
@@ -207,7 +215,7 @@ class Generation:
             logits = to_numpy(model.prefill(feed, cache))
             self.spend(time.perf_counter() - start)
             if cached:
-                self.cache_tokens, self.cache_bytes = cache.held, cache.used_bytes
+                self.note_cache(cache)
             yield logits
             feed = self.tokens[-1:]
 

@@ -1,7 +1,7 @@
 """A loaded model: what `nanokv.load` gives."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from nanokv.kv.spec import CacheSpec
 from nanokv.kv.tile import Batch, Cache
 from nanokv.models import gpt2
 from nanokv.models.config import GPT2Config
+from nanokv.models.convert import pool_kv_heads
 from nanokv.numerics import EXACT, FAST, Numerics
 from nanokv.sampling import SamplingParams
 from nanokv.tokenizer import Tokenizer
@@ -96,6 +97,14 @@ class Model:
         """As generate(), not yet run: iterate over it for pieces of text as they are made."""
         tokens = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
         return Generation(self, tokens, *make_options(**options))
+
+    def start(self, prompt: str, options: Options, spec: CacheSpec) -> Generation:
+        """A generation not yet run, from options that were made before."""
+        return Generation(self, self.encode(prompt), options, spec)
+
+    def with_kv_heads(self, num_kv_heads: int) -> "Model":
+        """The model with its key-value heads averaged in groups: see nanokv.models.convert."""
+        return replace(self, params=pool_kv_heads(self.params, num_kv_heads))
 
     @property
     def weight_bytes(self) -> int:

@@ -65,6 +65,51 @@ def test_with_and_without_a_cache_and_stream_the_text_is_the_same():
         assert name in texts[4]
 
 
+CACHES = [
+    ["--cache", "paged", "--block-size", "16"], ["--cache", "paged", "--block-size", "1"], ["--cache", "paged"],
+]  # fmt: skip
+
+
+def test_every_lossless_cache_prints_the_same_text():
+    expected = run("generate", "A dog", "--max-tokens", "12", check=0).stdout
+    for more in CACHES:
+        assert run("generate", "A dog", "--max-tokens", "12", *more, check=0).stdout == expected
+
+
+@pytest.mark.parametrize("flags", [["--window", "16"], ["--window", "16", "--sinks", "4"], ["--kv-dtype", "int8"],
+                                   ["--kv-dtype", "int4"], ["--kv-dtype", "fp8", "--kv-scale", "0.05"], ["--kv-heads", "2"]])  # fmt: skip
+def test_paged_contiguous_and_none_agree_on_every_flag(flags):
+    texts = {run("generate", "A dog", "--max-tokens", "9", *flags, "--cache", cache, check=0).stdout
+             for cache in ("contiguous", "paged", "none")}  # fmt: skip
+    assert len(texts) == 1
+
+
+def test_prompts_that_run_together_get_what_they_get_alone():
+    together = run("generate", "A dog", "Hello, how", "--max-tokens", "9", "--json", check=0).stdout.splitlines()
+    for line, prompt in zip(together, ["A dog", "Hello, how"], strict=True):
+        alone = json.loads(run("generate", prompt, "--max-tokens", "9", "--json", check=0).stdout)
+        assert json.loads(line)["tokens"] == alone["tokens"]
+        assert json.loads(line)["cache"]["kind"] == "paged"
+
+
+def test_copies_and_beams():
+    args = "generate", "Hello", "--n", "3", "--temperature", "1", "--seed", "1", "--max-tokens", "6", "--json"
+    lines = [json.loads(line) for line in run(*args, check=0).stdout.splitlines()]
+    assert len({tuple(line["tokens"]) for line in lines}) == 3
+    again = [json.loads(line) for line in run(*args, check=0).stdout.splitlines()]
+    assert [line["tokens"] for line in lines] == [line["tokens"] for line in again]
+    out = json.loads(run("generate", "Hello", "--beams", "3", "--max-tokens", "5", "--json", check=0).stdout)
+    scores = [beam["score"] for beam in out["beams"]]
+    assert scores == sorted(scores, reverse=True)
+    stats = run("generate", "Hello " * 40, "--beams", "3", "--max-tokens", "5", "--stats", check=0).stdout
+    assert "bytes saved" in stats
+
+
+def test_an_endless_text_outgrows_the_context():
+    out = run("generate", "Once", "--window", "32", "--sinks", "4", "--max-tokens", "530", "--ignore-eos", "--json", check=0)
+    assert len(json.loads(out.stdout)["tokens"]) == 530
+
+
 def test_prompts_from_standard_input_and_files(tmp_path):
     (tmp_path / "a.txt").write_text("Hello, how\n", encoding="utf-8")
     direct = run("generate", "Hello, how", "--max-tokens", "3", check=0).stdout
@@ -91,7 +136,8 @@ def test_help_is_quick_and_names_every_option():
     for option in ("--model", "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty",
                    "--seed",
                    "--stop", "--cache", "--numerics", "--dtype", "--backend", "--stats", "--json", "--no-stream",
-                   "--ignore-eos", "--logprobs", "--file"):  # fmt: skip
+                   "--block-size", "--window", "--sinks", "--kv-dtype", "--kv-scale", "--kv-heads", "--n", "--beams",
+                   "--length-penalty", "--ignore-eos", "--logprobs", "--file"):  # fmt: skip
         assert option in text
 
 
@@ -116,6 +162,22 @@ def test_help_imports_nothing_heavy():
     (["Hi", "--stop", ""], 2, "empty"),
     (["Hi", "--stop", "\\u12"], 2, "escape"),
     (["Hi", "--cache", "ring"], 2, "ring"),
+    (["Hi", "--cache", "paged", "--block-size", "48"], 2, "block size 48 does not divide"),
+    (["Hi", "--cache", "paged", "--block-size", "0"], 2, "block size 0"),
+    (["Hi", "--cache", "paged", "--block-size", "16", "--kv-dtype", "int4"], 2, "no multiple of 32"),
+    (["Hi", "--window", "0"], 2, "window 0"),
+    (["Hi", "--sinks", "4"], 2, "--sinks needs --window"),
+    (["Hi", "--window", "500", "--sinks", "20"], 2, "519 positions, more than the model's 512"),
+    (["Hi", "--kv-dtype", "int8", "--kv-scale", "1"], 2, "fp8 only"),
+    (["Hi", "--kv-heads", "4"], 2, "4 key-value heads cannot be made of 6"),
+    (["Hi", "--kv-heads", "12"], 2, "12 key-value heads"),
+    (["Hi", "--n", "0"], 2, "n 0"),
+    (["Hi", "--n", "4"], 2, "greedy continuations would be equal"),
+    (["Hi", "--n", "4", "--temperature", "1", "--cache", "contiguous"], 2, "need --cache paged"),
+    (["Hi", "--n", "4", "--beams", "4", "--temperature", "1"], 2, "use one of them"),
+    (["Hi", "--beams", "1"], 2, "beams 1"),
+    (["Hi", "--beams", "4", "--temperature", "1"], 2, "leave out temperature"),
+    (["Hi", "--beams", "4", "--stop", "x"], 2, "stop strings"),
     ([""], 2, "the prompt is empty"),
     (["--file", "no/such/file"], 2, "cannot read no/such/file"),
     (["Hi", "--model", "./nowhere"], 1, "nowhere"),

@@ -34,7 +34,9 @@ sampled = st.builds(
 
 
 @settings(max_examples=60)
-@given(SPECS, st.lists(st.tuples(prompts, sampled), min_size=1, max_size=6), st.integers(0, 40), st.integers(1, 70), st.booleans())
+@given(
+    SPECS, st.lists(st.tuples(prompts, sampled), min_size=1, max_size=6), st.integers(0, 40), st.integers(1, 70), st.booleans()
+)  # fmt: skip
 def test_every_request_gets_the_tokens_it_gets_alone(spec, requests, spare, batch_tokens, caching):
     longest = max(len(prompt) + options.max_tokens for prompt, options in requests)
     blocks = spec.blocks_for(longest, batch_tokens) + spare + 1

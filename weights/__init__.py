@@ -42,7 +42,7 @@ def load(source: str | os.PathLike[str], dtype: str = "float32", backend: Backen
         from weights.hub import fetch  # only a hub id needs it
 
         return load_directory(fetch(source), source, dtype, backend)
-    raise _not_a_directory(path)
+    raise _not_a_directory(path, os.fspath(source))
 
 
 def looks_like_path(source: str) -> bool:
@@ -56,10 +56,10 @@ def looks_like_path(source: str) -> bool:
     )
 
 
-def _not_a_directory(path: Path) -> CheckpointError:
+def _not_a_directory(path: Path, source: str) -> CheckpointError:
     """What to say of a path at which there is no model directory."""
     if path.suffix in PICKLED:
         return refuse_pickle(path)
     if os.path.exists(path):
-        return CheckpointError(f"{path} is a file: name the directory that holds it, config.json and the tokenizer")
-    return CheckpointError(f"{path} does not exist: name a model directory, 'default', or an id on the hub like 'gpt2'")
+        return CheckpointError(f"{source} is a file: name the directory that holds it, config.json and the tokenizer")
+    return CheckpointError(f"{source} does not exist: name a model directory, 'default', or an id on the hub like 'gpt2'")

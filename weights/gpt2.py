@@ -7,6 +7,7 @@ that old files store as buffers. Anything else is an error before a byte of weig
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from nanokv.backend import Array, Backend
 from nanokv.errors import CheckpointError
@@ -38,8 +39,9 @@ BLOCK = {
 MASKS = ("attn.bias", "attn.masked_bias")
 
 
-def read_gpt2(tensors: Mapping[str, StoredTensor], config: GPT2Config, dtype: str, backend: Backend) -> GPT2Params:
-    """The parameters as `dtype`, matrices [out, in], in the backend's memory; one tensor at a time.
+def read_gpt2(tensors: Mapping[str, StoredTensor], config: GPT2Config, dtype: str, backend: Backend, where: Path) -> GPT2Params:
+    """The parameters as `dtype`, matrices [out, in], in the backend's memory; one tensor at a time. `where` is the
+    checkpoint's name in errors.
 
     A tied model takes its head from the embedding, and its embedding from the head where only that is stored. Where both
     are stored and differ, both are used, with a warning, as transformers 5 does; `params.config` then says untied.
@@ -47,7 +49,7 @@ def read_gpt2(tensors: Mapping[str, StoredTensor], config: GPT2Config, dtype: st
     """
     tensors = _by_plain_name(tensors)
     shapes = tensor_shapes(config)
-    _check_names(tensors, shapes, config)
+    _check_names(tensors, shapes, config, where)
     for name, shape in shapes.items():
         tensors[name].check(shape)
 
@@ -92,10 +94,11 @@ def _by_plain_name(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTenso
     return plain
 
 
-def _check_names(tensors: dict[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], config: GPT2Config) -> None:
+def _check_names(
+    tensors: dict[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], config: GPT2Config, where: Path
+) -> None:
     """No unknown name, none missing. A tied model's embedding and head then both have an entry, the same if one is stored."""
     masks = {f"h.{layer}.{name}" for layer in range(config.num_layers) for name in MASKS}
-    where = next(iter(tensors.values())).path.parent if tensors else "the checkpoint"
     if unknown := [name for name in tensors if name not in shapes and name not in masks]:
         raise CheckpointError(f"{where} holds tensors that a GPT-2 of its config.json does not have: {_some(unknown)}")
     if config.tied_head and (stored := tensors.get(EMBEDDING) or tensors.get(HEAD)):

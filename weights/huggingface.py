@@ -35,17 +35,18 @@ def load_directory(directory: Path, name: str, dtype: str, backend: Backend) -> 
             f"{config.vocab_size}: these files do not belong together"
         )
     eos = frozenset(config.eos_token_ids) | generation_eos(directory, config)
-    params = read_gpt2(find_tensors(directory), config, dtype, backend)
+    params = read_gpt2(find_tensors(directory), config, dtype, backend, directory)
     return Checkpoint(name, params.config, params, tokenizer, eos)
 
 
 def read_config(directory: Path) -> GPT2Config:
     """config.json, checked. Raises ConfigError."""
     path = directory / CONFIG
+    raw = read_json(path, ConfigError)
     try:
-        return GPT2Config.from_dict(read_json(path, ConfigError))
+        return GPT2Config.from_dict(raw)
     except ConfigError as reason:
-        raise reason if str(path) in str(reason) else ConfigError(f"{path}: {reason}") from None
+        raise ConfigError(f"{path}: {reason}") from None
 
 
 def generation_eos(directory: Path, config: GPT2Config) -> frozenset[int]:

@@ -220,9 +220,8 @@ def main() -> None:
     save_file(tensors, args.out / "model.safetensors", metadata={"format": "pt"})
     (args.out / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n", encoding="utf-8")
     write_tokenizer(args.bpe, args.out)
-    print(
-        f"held-out loss {validate(model, valid):.4f} nats a token, {seen:,} tokens seen, {(time.time() - begin) / 60:.0f} minutes"
-    )
+    minutes = (time.time() - begin) / 60
+    print(f"held-out loss {validate(model, valid):.4f} nats a token, {seen:,} tokens seen, {minutes:.0f} minutes")
     for prompt in ("Hello, how", "Once upon a time"):
         print(repr(sample(model, tokenizer, prompt, 90)))
 

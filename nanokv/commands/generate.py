@@ -10,7 +10,9 @@ from nanokv.commands.options import model_options
 from nanokv.errors import UsageError
 
 if TYPE_CHECKING:
-    from nanokv.generate import Generation
+    from nanokv.generate import Generation, Options
+    from nanokv.kv.spec import CacheSpec
+    from nanokv.model import Model
 
 NOTES = {"context": "the model has no position for another token", "interrupted": "interrupted"}
 
@@ -18,6 +20,7 @@ NOTES = {"context": "the model has no position for another token", "interrupted"
 @click.command()
 @click.argument("prompts", nargs=-1, metavar="PROMPT...")
 @model_options
+@click.option("--kv-heads", type=int, help="Average the model's key-value heads down to this many; it was not trained so.")
 @click.option("--file", "files", multiple=True, type=click.Path(), help="Read a prompt from a file; may be repeated.")
 @click.option("--max-tokens", default=64, show_default=True, help="Tokens to generate at most.")
 @click.option("--temperature", default=0.0, show_default=True, help="0 takes the most likely token; higher is more varied.")
@@ -30,12 +33,25 @@ NOTES = {"context": "the model has no position for another token", "interrupted"
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-text token.")
 @click.option("--logprobs", default=0, metavar="K", help="With --json: log-probabilities of the K best tokens of each step.")
 @click.option(
-    "--cache",
-    default="contiguous",
-    show_default=True,
-    type=click.Choice(["contiguous", "none"]),
-    help="Where keys and values live; none recomputes everything at every token.",
+    "--n", "copies", default=1, show_default=True, help="Sample this many continuations; the prompt is computed once."
 )
+@click.option("--beams", type=int, help="Search for the most likely text with this many beams that share their blocks.")
+@click.option("--length-penalty", default=1.0, show_default=True, help="Beams are ranked by log-probability / length^penalty.")
+@click.option(
+    "--cache",
+    type=click.Choice(["contiguous", "paged", "none"]),
+    help="Where keys and values live: one array (the default for one prompt), blocks of a shared pool (for several), "
+    "or nowhere, so that everything is recomputed.",
+)
+@click.option("--block-size", type=int, help="Tokens a block of the paged cache; default 16, or 32 with int4.")
+@click.option("--window", type=int, help="Each token sees only the last W tokens, itself included; older ones are dropped.")
+@click.option("--sinks", type=int, help="With --window: keep the first S tokens too, and write on without end (StreamingLLM).")
+@click.option(
+    "--kv-dtype",
+    type=click.Choice(["float32", "float16", "bfloat16", "int8", "fp8", "int4"]),
+    help="Store keys and values in this format; default: as they are computed.",
+)
+@click.option("--kv-scale", type=float, help="With fp8: one scale for everything instead of one for each token and head.")
 @click.option("--stats", is_flag=True, help="End with speed, memory and bandwidth.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per prompt.")
 @click.option("--no-stream", is_flag=True, help="Print the text when it is complete.")
@@ -50,31 +66,109 @@ def generate(
     as_json: bool,
     no_stream: bool,
     stop: tuple[str, ...],
+    copies: int,
+    beams: int | None,
+    length_penalty: float,
+    cache: str | None,
+    block_size: int | None,
+    kv_heads: int | None,
     **options: Any,
 ) -> None:
     """Continue each PROMPT.
 
     Without a PROMPT or --file, one prompt is read from standard input. The prompt is printed before its continuation; with
-    --json, "text" is the continuation alone.
+    --json, "text" is the continuation alone. Several prompts run together.
     """  # fmt: skip
     import nanokv
-    from nanokv.generate import Generation
     from nanokv.model import make_options
 
+    together = bool(len(prompts) + len(files) > 1 or copies != 1 or beams)
+    if (copies != 1 or beams) and cache not in (None, "paged"):
+        raise UsageError(f"--n and --beams share blocks: they need --cache paged, not {cache}")
+    if copies != 1 and beams:
+        raise UsageError("--n samples and --beams searches: use one of them")
+    options["cache"] = cache or ("paged" if together else "contiguous")
+    options["block_size"] = (32 if options["kv_dtype"] == "int4" else 16) if block_size is None else block_size
     checked, spec = make_options(stop=tuple(unescape(text) for text in stop), **options)
     texts = gather(prompts, files)
     model = nanokv.load(source, dtype=dtype, backend=backend, numerics=numerics)
+    if kv_heads is not None:
+        model = model.with_kv_heads(kv_heads)
+        click.echo(f"note: heads averaged to {kv_heads}; the model was not trained this way", err=True)
     if model.backend.name == "cupy" and numerics is None:
         click.echo("note: on CuPy the numerics are fast: cached and uncached agree within rounding", err=True)
-    runs = [Generation(model, model.encode(text), checked, spec) for text in texts]
+    if beams:
+        for text in texts:
+            search(model, text, checked, spec, beams, length_penalty, as_json, stats)
+    elif together and spec.kind == "paged":
+        run_together(model, texts, checked, spec, copies, as_json, stats)
+    else:
+        runs = [model.start(text, checked, spec) for text in texts]
+        run_alone(runs, texts, as_json, no_stream, stats)
+
+
+def run_alone(runs: list["Generation"], texts: list[str], as_json: bool, no_stream: bool, stats: bool) -> None:
+    """One prompt after the other, streaming."""
     for number, run in enumerate(runs):
         if number and not as_json:
             click.echo()
         play(run, texts[number], as_json, no_stream)
         if stats:
-            show_stats(run, err=as_json)
+            show_table(stats_rows(run), err=as_json)
         if run.finish_reason == "interrupted":
             sys.exit(130)
+
+
+def run_together(
+    model: "Model", texts: list[str], options: "Options", spec: "CacheSpec", copies: int, as_json: bool, stats: bool
+) -> None:
+    """All prompts, and all copies of each, in one engine; printed in order when they are complete."""
+    from nanokv.engine import engine_for
+
+    ids = [model.encode(text) for text in texts]
+    engine = engine_for(model, spec, [len(prompt) for prompt in ids], options, copies)
+    runs = [(text, run) for text, prompt in zip(texts, ids, strict=True) for run in engine.add(prompt, options, copies)]
+    try:
+        for _ in engine.stream():
+            pass
+    except KeyboardInterrupt:
+        for _, run in runs:
+            if run.finish_reason is None:
+                engine.cancel(run)
+    for number, (text, run) in enumerate(runs):
+        if number and not as_json:
+            click.echo()
+        click.echo(json.dumps(run.to_dict()) if as_json else text + run.text)
+        if run.finish_reason in NOTES:
+            click.echo(f"[ended: {NOTES[run.finish_reason]}]", err=True)
+    if stats:
+        show_table(engine.report(), err=as_json)
+    if any(run.finish_reason == "interrupted" for _, run in runs):
+        sys.exit(130)
+
+
+def search(
+    model: "Model",
+    text: str,
+    options: "Options",
+    spec: "CacheSpec",
+    beams: int,
+    length_penalty: float,
+    as_json: bool,
+    stats: bool,
+) -> None:
+    """Beam search: the best text, or with --json all beams."""
+    from nanokv.beam import beam_search
+
+    prompt = model.encode(text)
+    found = beam_search(model, prompt, options, spec, beams, length_penalty)
+    if as_json:
+        best = {"model": model.name, "prompt_tokens": prompt, "beams": [vars(beam) for beam in found.beams]}
+        click.echo(json.dumps(best))
+    else:
+        click.echo(text + found.beams[0].text)
+    if stats:
+        show_table(found.report(), err=as_json)
 
 
 def gather(prompts: tuple[str, ...], files: tuple[str, ...]) -> list[str]:
@@ -125,13 +219,13 @@ def play(run: "Generation", prompt: str, as_json: bool, no_stream: bool) -> None
         click.echo(f"[ended: {NOTES[run.finish_reason]}]", err=True)
 
 
-def show_stats(run: "Generation", err: bool) -> None:
+def show_table(rows: list[tuple[str, str]], err: bool) -> None:
     """The small table of --stats."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in stats_rows(run):
+    for name, value in rows:
         table.add_row(name, value)
     Console(stderr=err, highlight=False).print(table)
 
@@ -152,7 +246,8 @@ def stats_rows(run: "Generation") -> list[tuple[str, str]]:
         if spent.bandwidth_share is not None:
             share = f"{spent.bandwidth_share:.0%} of the {spent.read_gb_per_s:.1f} GB/s that this machine reads"
             rows.append(("memory traffic", f"{spent.decode_gb_per_s:.1f} GB/s, {share}"))
-    rows.append(("KV cache", f"{run.cache.kind}, {run.cache_tokens} tokens, {run.cache_bytes:,} bytes"))
+    kept = f"{run.cache_tokens} tokens, {run.cache_bytes:,} bytes, {run.cache_token_bytes:,.0f} bytes a token"
+    rows.append(("KV cache", f"{run.cache.kind}, {run.cache.kv_dtype or model.dtype}: {kept}"))
     without = f"without a cache {spent.tokens_uncached:,}, about {spent.uncached_s:.2f} s"
     rows.append(("recomputing", f"{spent.tokens_computed:,} tokens computed; {without}"))
     rows.append(("numerics", f"{model.numerics}, {model.dtype}, {model.backend.name}"))

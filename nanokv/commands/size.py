@@ -29,9 +29,12 @@ UNITS = {
 
 
 class Bytes(click.ParamType):
-    """A number of bytes: 24GB is decimal, 24GiB binary."""
+    """A number of bytes, at least `least`: 24GB is decimal, 24GiB binary."""
 
     name = "size"
+
+    def __init__(self, least: int = 0) -> None:
+        self.least = least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Text -> bytes."""
@@ -41,7 +44,10 @@ class Bytes(click.ParamType):
         unit = UNITS.get(found[2].upper()) if found else None
         if found is None or unit is None:
             self.fail(f"{value!r} is not a size such as 24GB or 22.5GiB", param, ctx)
-        return int(float(found[1].replace(",", "").replace("_", "")) * unit)
+        count = int(float(found[1].replace(",", "").replace("_", "")) * unit)
+        if count < self.least:
+            self.fail(f"{value!r} is less than {self.least} bytes", param, ctx)
+        return count
 
 
 @click.command()
@@ -53,7 +59,7 @@ class Bytes(click.ParamType):
 @click.option("--gpu", help="A preset such as h100 or rtx-4090, or a FILE.toml.")
 @click.option("--tensor-parallel", default=1, show_default=True, type=click.IntRange(1), help="GPUs that share the model.")
 @click.option(
-    "--gpu-memory", type=Bytes(), help="Memory of one GPU, in place of the preset's: what the driver reports is less."
+    "--gpu-memory", type=Bytes(least=1), help="Memory of one GPU, in place of the preset's: what the driver reports is less."
 )
 @click.option("--utilisation", type=float, help="Share of a GPU's memory that the engine takes.  [default: 0.9, as in vLLM]")
 @click.option(
@@ -62,7 +68,7 @@ class Bytes(click.ParamType):
 @click.option("--kv-memory", type=Bytes(), help="Plan for this many bytes of caches a GPU, without weights.")
 @click.option("--params", type=click.IntRange(1), help="The parameter count, where the files do not tell.")
 @click.option("--weights-dtype", help="Store the weights in this dtype.  [default: as the files have them]")
-@click.option("--weights-bytes", type=Bytes(), help="The weights' size, where neither files nor a count tell.")
+@click.option("--weights-bytes", type=Bytes(least=1), help="The weights' size, where neither files nor a count tell.")
 @click.option(
     "--mla",
     default="latent",

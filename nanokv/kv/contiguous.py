@@ -99,7 +99,7 @@ class ContiguousCache:
                 f"the cache holds {self._length} of {self.capacity} tokens, no room for {count} more: use a larger capacity"
             )
         if self.max_step is not None and count > self.max_step:
-            raise CapacityError(f"a step of {count} tokens is more than this cache's window leaves room for: {self.max_step} at most")
+            raise CapacityError(f"a step of {count} tokens is too long for this cache's window: {self.max_step} at most")
         for ring in self._rings:
             ring.clear(self._length, self._end)  # what a step that never finished left behind
             ring.open(self._length + count)

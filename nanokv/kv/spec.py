@@ -37,9 +37,9 @@ class CacheSpec:
         if self.kv_dtype is not None and self.kv_dtype not in CODECS:
             raise UsageError(f"unknown KV format {self.kv_dtype!r}: choose one of {', '.join(CODECS)}")
         if self.kv_dtype == "int4" and self.kind == "paged" and self.block_size % 32:
-            raise UsageError(f"KV format int4 works on groups of 32 tokens: block size {self.block_size} is not a multiple of 32")
+            raise UsageError(f"KV format int4 works on groups of 32 tokens: block size {self.block_size} is no multiple of 32")
         if not 1 <= self.block_size <= TILE or TILE % self.block_size:
-            raise UsageError(f"block size {self.block_size} does not divide the tile of {TILE} tokens: use 1, 2, 4, … or {TILE}")
+            raise UsageError(f"block size {self.block_size} does not divide the tile of {TILE} tokens: use 1, 2, 4 … {TILE}")
         _ = self.visibility
 
     @property

@@ -27,7 +27,7 @@ class Storage:
             if unit_size % plane.tokens:
                 raise UsageError(
                     f"KV format {codec.name} works on groups of {plane.tokens} tokens: "
-                    f"block size {unit_size} is not a multiple of {plane.tokens}"
+                    f"block size {unit_size} is no multiple of {plane.tokens}"
                 )
         self.k, self.v = (
             [backend.xp.empty((num_layers, num_units, unit_size // p.tokens, *p.shape), dtype=p.dtype) for p in planes]

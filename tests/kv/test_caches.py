@@ -62,7 +62,8 @@ class Kind:
 def kinds(draw, codecs=(None, *CODECS), windows=True, streaming=True):
     heads, kv_heads = draw(head_counts())
     layers = draw(st.integers(1, 2))
-    config = small_config(layers=layers, heads=heads, kv_heads=kv_heads, dim=draw(st.sampled_from([4, 7, 16, 40])), positions=420)
+    dim = draw(st.sampled_from([4, 7, 16, 40]))
+    config = small_config(layers=layers, heads=heads, kv_heads=kv_heads, dim=dim, positions=420)
     dtype = draw(st.sampled_from([np.float32, np.float64]))
     window = st.integers(1, 200)
     choices = [st.just([Visibility()] * layers)]
@@ -76,7 +77,8 @@ def kinds(draw, codecs=(None, *CODECS), windows=True, streaming=True):
 
 
 def texts(longest=400):
-    return st.builds(lambda n, seed: np.random.default_rng(seed).integers(0, 61, n), st.integers(1, longest), st.integers(0, 99))
+    length, seed = st.integers(1, longest), st.integers(0, 99)
+    return st.builds(lambda n, seed: np.random.default_rng(seed).integers(0, 61, n), length, seed)
 
 
 def steps(sizes, cache):

@@ -87,7 +87,8 @@ def test_activations_of_the_first_block(model, monkeypatch):
         "head0 out[0,0]": seen["cached_attention"][0][0, 0, 0], "head0 out[1,0]": seen["cached_attention"][0][1, 0, 0],
         "attn c_proj out[0,0]": proj[0], "residual after attn [0,0]": start[0] + proj[0],
         "ln_2 out[0,0]": seen["layer_norm"][1][0, 0], "c_fc out[0,0]": fc[0], "gelu(tanh) out[0,0]": seen["activate"][0][0, 0],
-        "mlp out[0,0]": out[0], "block0 out[0,0]": start[0] + proj[0] + out[0], "block0 out[0,767]": start[767] + proj[767] + out[767],
+        "mlp out[0,0]": out[0], "block0 out[0,0]": start[0] + proj[0] + out[0],
+        "block0 out[0,767]": start[767] + proj[767] + out[767],
     }  # fmt: skip
     for name, value in got.items():
         assert value == pytest.approx(fact[name], abs=1e-4), name

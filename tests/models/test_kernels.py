@@ -12,7 +12,7 @@ import pytest
 from nanokv.measure import blas
 from tests.support import ROOT
 
-IDENTITY = ["tests/test_numerics.py", "tests/test_attention.py", "tests/models/test_gpt2.py"]
+IDENTITY = ["tests/test_numerics.py", "tests/test_attention.py", "tests/models/test_gpt2.py", "tests/kv/test_caches.py"]
 
 
 def other_environment():
@@ -26,7 +26,8 @@ def other_environment():
 def test_identity_holds_on_other_kernels():
     env = other_environment()
     there = "from nanokv.measure import blas; print(blas()[0])"
-    name = subprocess.run([sys.executable, "-c", there], env=env, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    probe = subprocess.run([sys.executable, "-c", there], env=env, cwd=ROOT, capture_output=True, text=True, check=True)
+    name = probe.stdout.strip()
     if name == blas()[0]:
         pytest.skip(f"not run: this machine's BLAS has one set of kernels ({name})")
     result = subprocess.run([sys.executable, "-m", "pytest", *IDENTITY], env=env, cwd=ROOT, capture_output=True, text=True)
