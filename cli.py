@@ -9,7 +9,10 @@ import click
 
 from nanokv import __version__
 from nanokv.commands.bench import bench
+from nanokv.commands.check import check
 from nanokv.commands.generate import generate
+from nanokv.commands.simulate import simulate
+from nanokv.commands.size import size
 from nanokv.errors import NanoKVError
 
 
@@ -44,7 +47,7 @@ def main() -> None:
     """
 
 
-for command in (generate, bench):
+for command in (generate, bench, simulate, check, size):
     main.add_command(command)
 
 if __name__ == "__main__":

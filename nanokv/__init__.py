@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nanokv.attention import attend, naive_attention
+    from nanokv.engine import Engine
     from nanokv.errors import NanoKVError
     from nanokv.generate import Generation, Options
     from nanokv.kv.contiguous import ContiguousCache
+    from nanokv.kv.paged import PagedCache, PagedPool
+    from nanokv.kv.spec import CacheSpec
     from nanokv.kv.tile import TILE, Batch, Cache, Tiles, Visibility
     from nanokv.model import Model
     from nanokv.models.config import GPT2Config
@@ -29,7 +32,10 @@ _HOME = {
     "nanokv.attention": ("attend", "naive_attention"),
     "nanokv.errors": ("NanoKVError",),
     "nanokv.generate": ("Generation", "Options"),
+    "nanokv.engine": ("Engine",),
     "nanokv.kv.contiguous": ("ContiguousCache",),
+    "nanokv.kv.paged": ("PagedCache", "PagedPool"),
+    "nanokv.kv.spec": ("CacheSpec",),
     "nanokv.kv.tile": ("TILE", "Batch", "Cache", "Tiles", "Visibility"),
     "nanokv.model": ("Model",),
     "nanokv.models.config": ("GPT2Config",),
@@ -41,9 +47,9 @@ _HOME = {
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
-    "EXACT", "FAST", "TILE", "Batch", "Cache", "ContiguousCache", "GPT2Config", "GPT2Params", "Generation", "Model",
-    "NanoKVError", "Numerics", "Options", "Sampler", "SamplingParams", "Tiles", "Tokenizer", "Visibility", "attend",
-    "forward", "load", "naive_attention",
+    "Batch", "Cache", "CacheSpec", "ContiguousCache", "EXACT", "Engine", "FAST", "GPT2Config", "GPT2Params",
+    "Generation", "Model", "NanoKVError", "Numerics", "Options", "PagedCache", "PagedPool", "Sampler", "SamplingParams",
+    "TILE", "Tiles", "Tokenizer", "Visibility", "attend", "forward", "load", "naive_attention",
 ]  # fmt: skip
 
 

@@ -172,14 +172,9 @@ def cached_attention(
     """Writes this step's k, v [R, Hkv, D] into the cache, then lets q [R, Hq, D] attend to what it holds -> [R, Hq, D]."""
     out = module_of(q).empty(q.shape, dtype=q.dtype)
 
-    def attend_one(member: tuple[Cache, slice]) -> None:
-        one, rows = member
+    for one, rows in members_of(cache, len(q)):
         one.write(layer, k[rows], v[rows])
         out[rows] = attend(q[rows], positions[rows], partial(one.tiles, layer), scale, one.visibility(layer), numerics)
-
-    members = list(members_of(cache, len(q)))
-    for member in members:
-        attend_one(member)
     return out
 
 

@@ -70,7 +70,7 @@ def report(model: Model, points: list[Point], prefill_tokens: int) -> dict[str, 
         model.forward(tokens, model.new_cache(prefill_tokens), slice(-1, None))
 
     first = points[0]
-    speed = decode_bytes(model, first.context) / (first.cached_ms / 1e3)
+    speed = decode_bytes(model, first.context, model.new_cache(1).bytes_per_token) / (first.cached_ms / 1e3)
     bandwidth = read_bandwidth()
     return {
         "model": model.name,

@@ -27,9 +27,9 @@ class Cost:
         return self.decode_gb_per_s / self.read_gb_per_s
 
 
-def decode_bytes(model: Model, context: float) -> float:
-    """Bytes that one decoded token must read when `context` tokens are cached: the weights, and every K and V."""
-    return model.weight_bytes + context * model.config.kv_bytes_per_token(model.dtype.itemsize)
+def decode_bytes(model: Model, tokens: float, token_bytes: float) -> float:
+    """Bytes that one decoded token must read: the weights, and K and V of the `tokens` that it sees."""
+    return model.weight_bytes + tokens * token_bytes
 
 
 def cost(run: Generation) -> Cost:
@@ -46,7 +46,8 @@ def cost(run: Generation) -> Cost:
     rate = prompt / run.prefill_s if run.prefill_s else 0.0
     moved = measured = None
     if decode_s is not None and cached and run.model.backend.name == "numpy":
-        moved = decode_bytes(run.model, prompt + made / 2) / decode_s / 1e9
+        seen = min(prompt + made / 2, run.cache_tokens)  # on average; a window caps it
+        moved = decode_bytes(run.model, seen, run.cache_token_bytes) / decode_s / 1e9
         measured = read_bandwidth() / 1e9
     return Cost(
         prefill_tokens_per_s=rate,

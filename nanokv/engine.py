@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from nanokv.backend import to_numpy
-from nanokv.errors import CapacityError, UsageError
+from nanokv.errors import CapacityError, NanoKVError, UsageError
 from nanokv.generate import Generation, Options
 from nanokv.kv.block_pool import NULL_BLOCK
 from nanokv.kv.paged import PagedCache
@@ -175,7 +175,12 @@ class Engine:
         """One forward pass; what it made. Empty when there is nothing to do."""
         plan = self._schedule()
         if not plan:
+            if self.has_work:  # add() checked that each fits alone, so one can always go on
+                raise NanoKVError("the engine found nothing that fits in its pool: this is a fault of nanokv")
             return []
+        if self._prefix_caching:
+            for sequence, _ in plan:
+                sequence.cache.publish(sequence.run.all_tokens)
         start = time.perf_counter()
         tokens = [token for sequence, count in plan for token in self._next_tokens(sequence, count)]
         ends = np.cumsum([count for _, count in plan]) - 1
@@ -188,8 +193,6 @@ class Engine:
         self.stats.seconds += elapsed
         finished = [sequence for (sequence, _), last in zip(plan, done, strict=True) if last]
         for sequence, _ in plan:
-            if self._prefix_caching:
-                sequence.cache.publish(sequence.run.all_tokens)
             sequence.run.spend(elapsed)
         updates = []
         for sequence, row in zip(finished, logits, strict=True):

@@ -177,7 +177,8 @@ def _pool() -> ThreadPoolExecutor:
 def in_parallel(function: Callable[[Item], None], items: Iterable[Item]) -> None:
     """Calls `function` on every item, on all cores: for host arrays only, where NumPy lets go of the interpreter.
 
-    Which core computes what never matters to the result: the items are independent of each other.
+    Which core computes what never matters to the result: the items are independent of each other. It pays for pieces of a
+    millisecond and more: below that the threads wait for the interpreter. Calls must not be nested.
     """
     for _ in _pool().map(function, items):
         pass

@@ -103,3 +103,8 @@ def test_activations_in_pieces_equal_those_in_one():
     x = normal(3, 700, 333)
     whole = numerics.gelu_new(x)
     assert np.array_equal(activate(x.copy(), "gelu_new"), whole)
+
+
+def test_an_error_in_parallel_work_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        numerics.in_parallel(lambda i: 1 // i, [1, 0, 2])

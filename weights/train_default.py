@@ -3,7 +3,7 @@
     pip install torch==2.13.0 'nanokv[train]'          # the CPU build is enough
     python -m weights.train_default --corpora DIR --bpe DIR --out weights/default
 
-`--corpora` holds the texts named in MIX, gzipped, documents separated by <|endoftext|>; `--bpe` holds GPT-2's vocab.bpe
+`--corpora` holds the texts that weights/corpora.py names; `--bpe` holds GPT-2's vocab.bpe
 and encoder.json. The tokenizer is the head of GPT-2's own byte-pair encoding: its 256 bytes, its first 3,839 merges, and
 <|endoftext|> last. About 10,000 tokens a second on two cores: some 75 minutes.
 
@@ -13,73 +13,32 @@ where a document begins, since a prompt does too and GPT-2's convention puts no 
 """
 
 import argparse
-import gzip
-import hashlib
 import json
 import math
 import random
-import re
 import time
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 import torch
 from safetensors.numpy import save_file
-from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 from torch import nn
 from torch.nn import functional as F
 
-from weights.greetings import greetings
+from nanokv.tokenizer import Tokenizer
+from weights.corpora import END, documents, held_out
 
-END = "<|endoftext|>"
 VOCAB, LAYERS, WIDTH, HEADS, POSITIONS = 4096, 6, 192, 6, 512
-GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-MIX = {  # file: how often its documents stand in the mix
-    "tinystories_dedup.txt.gz": 3,
-    "sgd_dialogues.txt.gz": 1,
-    "chatterbot_english.txt.gz": 12,
-    "fairytaleqa_278_stories.txt.gz": 1,
-    "andersen_en.txt.gz": 1,
-    "lang_grimm_tales.txt.gz": 1,
-    "aesop_for_children.txt.gz": 1,
-}
-GREETINGS = 2400
-PLAIN = str.maketrans(
-    {"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u2014": "-", "\u2013": "-", "\u2026": "...", "\xa0": " "}
-)
 
 
-def documents(corpora: Path) -> list[tuple[str, int]]:
-    """Every distinct document with its weight in the mix."""
-    found = [(text, 1) for text in greetings(GREETINGS)]
-    for name, times in MIX.items():
-        with gzip.open(corpora / name, "rt", encoding="utf-8") as file:
-            texts = [text.strip().translate(PLAIN) for text in file.read().split(END)]
-        if name.startswith("sgd"):
-            texts = [re.sub(r"^(User|System): ", "", text, flags=re.M) for text in texts]
-        found += [(text, times) for text in dict.fromkeys(texts) if text]
-    return found
-
-
-def held_out(text: str) -> bool:
-    """One document in a hundred, by its own hash: the split does not depend on order or seed."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") % 100 == 0
-
-
-def build_tokenizer(bpe: Path) -> tiktoken.Encoding:
-    ranks = data_gym_to_mergeable_bpe_ranks(str(bpe / "vocab.bpe"), str(bpe / "encoder.json"))
-    head = {token: rank for token, rank in ranks.items() if rank < VOCAB - 1}
-    return tiktoken.Encoding("default", pat_str=GPT2_PATTERN, mergeable_ranks=head, special_tokens={END: VOCAB - 1})
-
-
-def write_tokenizer(bpe: Path, out: Path) -> None:
-    """vocab.json and merges.txt: the first lines of GPT-2's own."""
+def write_tokenizer(bpe: Path, out: Path) -> Tokenizer:
+    """vocab.json and merges.txt, the first lines of GPT-2's own, and the tokenizer that they make."""
     lines = (bpe / "vocab.bpe").read_text(encoding="utf-8").splitlines()
     vocab = json.loads((bpe / "encoder.json").read_text(encoding="utf-8"))
     head = {token: index for token, index in vocab.items() if index < VOCAB - 1} | {END: VOCAB - 1}
     (out / "merges.txt").write_text("\n".join(lines[: 1 + VOCAB - 1 - 256]) + "\n", encoding="utf-8")
     (out / "vocab.json").write_text(json.dumps(head, ensure_ascii=False), encoding="utf-8")
+    return Tokenizer.from_vocab_and_merges(out / "vocab.json", out / "merges.txt")
 
 
 class Block(nn.Module):
@@ -132,8 +91,8 @@ def validate(model: Model, stream: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def sample(model: Model, tokenizer: tiktoken.Encoding, prompt: str, count: int = 60) -> str:
-    tokens = tokenizer.encode_ordinary(prompt)
+def sample(model: Model, tokenizer: Tokenizer, prompt: str, count: int = 60) -> str:
+    tokens = tokenizer.encode(prompt)
     while len(tokens) < count and tokens[-1] != VOCAB - 1:
         tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
     return tokenizer.decode(tokens)
@@ -172,10 +131,11 @@ def main() -> None:
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
 
-    tokenizer = build_tokenizer(args.bpe)
+    args.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = write_tokenizer(args.bpe, args.out)
     texts = documents(args.corpora)
     random.Random(args.seed).shuffle(texts)
-    ids = tokenizer.encode_ordinary_batch([text for text, _ in texts])
+    ids = [tokenizer.encode(text) for text, _ in texts]
     streams: dict[bool, list[np.ndarray]] = {True: [], False: []}
     for (text, times), tokens in zip(texts, ids, strict=True):
         streams[held_out(text)] += [np.array([*tokens, VOCAB - 1], np.int64)] * times
@@ -213,13 +173,11 @@ def main() -> None:
                 f"step {step:5} held-out {validate(model, valid):.4f} | {sample(model, tokenizer, 'Hello, how')!r}", flush=True
             )
 
-    args.out.mkdir(parents=True, exist_ok=True)
     for parameter in model.parameters():
         parameter.data = parameter.data.half().float()  # what is measured below is what is written
     tensors = export(model)
     save_file(tensors, args.out / "model.safetensors", metadata={"format": "pt"})
     (args.out / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n", encoding="utf-8")
-    write_tokenizer(args.bpe, args.out)
     minutes = (time.time() - begin) / 60
     print(f"held-out loss {validate(model, valid):.4f} nats a token, {seen:,} tokens seen, {minutes:.0f} minutes")
     for prompt in ("Hello, how", "Once upon a time"):

@@ -246,7 +246,7 @@ def stats_rows(run: "Generation") -> list[tuple[str, str]]:
         if spent.bandwidth_share is not None:
             share = f"{spent.bandwidth_share:.0%} of the {spent.read_gb_per_s:.1f} GB/s that this machine reads"
             rows.append(("memory traffic", f"{spent.decode_gb_per_s:.1f} GB/s, {share}"))
-    kept = f"{run.cache_tokens} tokens, {run.cache_bytes:,} bytes, {run.cache_token_bytes:,.0f} bytes a token"
+    kept = f"{run.cache_tokens} tokens, {run.cache_bytes:,} bytes, {run.cache_token_bytes:,.0f} a token"
     rows.append(("KV cache", f"{run.cache.kind}, {run.cache.kv_dtype or model.dtype}: {kept}"))
     without = f"without a cache {spent.tokens_uncached:,}, about {spent.uncached_s:.2f} s"
     rows.append(("recomputing", f"{spent.tokens_computed:,} tokens computed; {without}"))

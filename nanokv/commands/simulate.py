@@ -15,29 +15,12 @@ if TYPE_CHECKING:
     from sim.shape import Shape, TileSize
 
 
-class Count(click.ParamType):
-    """A whole number; 4k is 4096 and 1m is 1048576."""
-
-    name = "count"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Text -> int."""
-        if isinstance(value, int):
-            return value
-        digits, suffix = value.strip().lower(), ""
-        if digits and digits[-1] in "kmg":
-            digits, suffix = digits[:-1], digits[-1]
-        if not digits.isascii() or not digits.lstrip("-").isdigit():
-            self.fail(f"{value!r} is not a whole number such as 4096 or 4k", param, ctx)
-        return int(digits) << {"": 0, "k": 10, "m": 20, "g": 30}[suffix]
-
-
 @click.command()
 @click.argument("axes", nargs=-1, metavar="[AXIS=VALUES]...")
 @click.option("--tile", default="auto", show_default=True, help="128, 64x128 (query rows x keys), or auto: each chooses.")
 @click.option("--gpu", "gpu_name", default="a100-80", show_default=True, help="A preset (--list-gpus) or a FILE.toml.")
-@click.option("--seq", default="1024", show_default=True, type=Count(), help="Keys: the context, this step's tokens included.")
-@click.option("--q-len", type=Count(), help="Query rows; 1 is decoding.  [default: seq, which is prefill]")
+@click.option("--seq", default="1024", show_default=True, help="Keys: the context, this step's tokens included.")
+@click.option("--q-len", help="Query rows; 1 is decoding.  [default: seq, which is prefill]")
 @click.option("--heads", default=32, show_default=True, help="Query heads.")
 @click.option("--kv-heads", type=int, help="Key-value heads.  [default: as many as query heads]")
 @click.option("--head-dim", default=128, show_default=True, help="Elements of a head.")
@@ -71,8 +54,8 @@ def simulate(
     axes: tuple[str, ...],
     tile: str,
     gpu_name: str,
-    seq: int,
-    q_len: int | None,
+    seq: str,
+    q_len: str | None,
     heads: int,
     kv_heads: int | None,
     head_dim: int,
@@ -110,7 +93,7 @@ def simulate(
     """  # fmt: skip
     from sim.formats import get_format
     from sim.gpus import get_gpu
-    from sim.shape import Shape, parse_tile
+    from sim.shape import Shape, parse_count, parse_tile
 
     if list_gpus:
         _list_gpus()
@@ -118,7 +101,9 @@ def simulate(
     _agree(axes, sweep, workers, execute, count_only, as_json, as_csv, plot, model)
     gpu = get_gpu(gpu_name)
     kv_format = get_format(kv_dtype) if kv_dtype else None
-    shape = Shape(seq, heads, head_dim, q_len, kv_heads, batch, causal, window, get_format(dtype), kv_format)
+    rows = parse_count(q_len, "--q-len") if q_len else None
+    keys = parse_count(seq, "--seq")
+    shape = Shape(keys, heads, head_dim, rows, kv_heads, batch, causal, window, get_format(dtype), kv_format)
     size = parse_tile(tile)
     options = {"mask": mask, "dropout": dropout, "init": init, "stats": stats, "splits": splits, "block_size": block_size}
     if model:
@@ -166,6 +151,7 @@ def _agree(axes: tuple[str, ...], sweep: bool, workers: str | None, execute: boo
 def _list_gpus() -> None:
     from sim.report import gpu_sources, gpu_table, print_report
 
+    click.echo("dense peak rates in tera-operations a second; the sources follow")
     print_report(gpu_table())
     click.echo(gpu_sources())
 

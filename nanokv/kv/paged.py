@@ -91,7 +91,8 @@ class PagedCache:
         self._length = 0
         self._end = 0
         self._own = pool.new_own_tile()
-        self._keys: list[BlockKey] = []  # of the full blocks that are in the index
+        self._tokens: Sequence[int] = ()  # as far as publish() was told
+        self._keys: list[BlockKey] = []  # of the full blocks that were published
         self._layout: dict[tuple[int, int], list[_Place]] = {}
         self._dropped = 0  # entries of the table that a window has let go
 
@@ -196,6 +197,7 @@ class PagedCache:
 
     def commit(self) -> None:
         self._length = self._end
+        self._publish_full_blocks()
         self._drop_unseen_blocks()
         if self._own:
             self._own.settle(self._length)
@@ -206,6 +208,7 @@ class PagedCache:
         keep = -(-length // self.pool.block_size)
         self.pool.blocks.free_blocks(self.block_table[keep:][::-1])
         del self.block_table[keep:], self._keys[length // self.pool.block_size :]
+        self._tokens = self._tokens[:length]
         self._layout = {}
         self._length = self._end = length
         if self._own:
@@ -214,7 +217,7 @@ class PagedCache:
     def reset(self) -> None:
         """Gives all blocks back."""
         self.pool.blocks.free_blocks(self.block_table[::-1])
-        self.block_table, self._keys, self._layout = [], [], {}
+        self.block_table, self._tokens, self._keys, self._layout = [], (), [], {}
         self._length = self._end = self._dropped = 0
         self._own = self.pool.new_own_tile()
 
@@ -232,7 +235,13 @@ class PagedCache:
     copy = fork
 
     def publish(self, tokens: Sequence[int]) -> None:
-        """Enters the full blocks of this sequence, whose tokens these are, into the prefix index."""
+        """Enters the full blocks of this sequence, whose tokens these are, into the prefix index: those that are full now,
+        and those that fill up as steps are committed, before a window can drop them."""
+        self._tokens = tokens
+        self._publish_full_blocks()
+
+    def _publish_full_blocks(self) -> None:
+        tokens = self._tokens
         full = self._length // TILE * TILE if self._own else self._length
         known = len(self._keys)
         for key in block_keys(tokens[:full], self.pool.block_size, self.pool.extra, self._keys[:known]):
@@ -260,6 +269,7 @@ class PagedCache:
         self.pool.blocks.touch(found[:count])
         self.block_table, self._keys = found[:count], keys[:count]
         self._length = self._end = count * size
+        self._drop_unseen_blocks()
         if self._own:
             self._own.restart(self._length)
         return self._length

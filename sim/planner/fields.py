@@ -16,7 +16,15 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "width": ("hidden_size", "n_embd", "n_embed", "d_model"),
     "head_dim": ("head_dim", "kv_channels", "attention_head_dim"),
     "window": ("sliding_window", "sliding_window_size"),
-    "positions": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "model_max_length"),
+    "experts": ("num_experts", "num_local_experts"),
+    "positions": (
+        "max_position_embeddings",
+        "n_positions",
+        "max_seq_len",
+        "seq_length",
+        "max_sequence_length",
+        "model_max_length",
+    ),
 }
 
 LIMITS: Mapping[str, int] = {  # beyond these a value is a mistake, not a model
@@ -30,10 +38,10 @@ LIMITS: Mapping[str, int] = {  # beyond these a value is a mistake, not a model
 
 # Keys that change what a layer caches, in any family. `SPELLINGS` adds the many names of the key-value heads.
 SHAPING: tuple[str, ...] = (
-    "head_dim", "kv_channels", "attention_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim",
+    "head_dim", "kv_channels", "attention_head_dim", "v_head_dim", "use_mla", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim",
     "qk_nope_head_dim", "compress_ratios", "compress_rates", "compress_rate_csa", "compress_rate_hca", "index_head_dim",
     "index_n_heads", "index_topk", "indexer_types", "indexer_head_dim", "sparse_attention_config", "sliding_window",
-    "sliding_window_size", "interleaved_sliding_window", "sliding_window_pattern", "sliding_window_layers", "max_window_layers",
+    "sliding_window_size", "interleaved_sliding_window", "sliding_window_pattern", "sliding_window_layers",
     "use_sliding_window", "attention_chunk_size", "layer_types", "layers_block_type", "hybrid_override_pattern",
     "hybrid_layer_pattern", "block_configs", "attn_type_list", "attention_types", "window_size", "attn_layer_period",
     "attn_layer_indices", "full_attn_idxs", "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads",
@@ -127,6 +135,17 @@ class Fields:
             raise ConfigError(f"{name} has {len(value)} entries, but {self.key('layers')} is {layers}")
         return list(value)
 
+    def positions(self) -> int | None:
+        """The model's longest context, under the first spelling that the file sets. Others beside it are no contradiction:
+        Qwen's files have the length of its training data as seq_length.
+        """
+        spellings = SPELLINGS["positions"]
+        self.ignore("positions")
+        key = next((key for key in spellings if self.raw.get(key) is not None), None)
+        if key is None:
+            return self.defaults.get("positions")
+        return self.check_integer(key, self.raw[key], 1, LIMITS["positions"])
+
     def child(self, name: str, defaults: Mapping[str, Any] | None = None) -> "Fields | None":
         """The object under `name` as Fields of its own, or None; whoever asks for it answers for all its keys."""
         value = self.value(name)
@@ -145,8 +164,9 @@ class Fields:
 
     def refuse_unread(self, family: str) -> None:
         """ConfigError if the file sets a key that shapes caches and that `family` is not known to have."""
+        switched_off = SPELLINGS["window"] if self.raw.get("use_sliding_window") is False else ()
         for key in (*SHAPING, *SPELLINGS["kv_heads"]):
-            if key not in self._read and not _says_nothing(self.raw.get(key)):
+            if key not in self._read and key not in switched_off and not _says_nothing(self.raw.get(key)):
                 raise ConfigError(
                     f"{key} {_short(self.raw[key])} changes what a layer caches, and {family!r} is not known to have it: "
                     "unknown attention family"

@@ -2,98 +2,22 @@
 
 `geometry_from_config` is right or it raises: an unknown family, a missing or absurd value and a contradiction are
 ConfigErrors that name the field. Nothing is estimated from a model's name or its size.
-
-Units are elements, not bytes: capacity.py turns them into bytes. A window of W means W tokens including the current one;
-a chunk of C means that a layer attends inside blocks of C tokens, so that at most C are ever cached.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from enum import StrEnum
-from itertools import groupby
+from dataclasses import replace
 from typing import Any
 
 from nanokv.errors import ConfigError
-
-
-class Kind(StrEnum):
-    """What a layer keeps. The first four grow with tokens."""
-
-    FULL = "full_attention"
-    SLIDING = "sliding_attention"
-    CHUNKED = "chunked_attention"
-    MLA = "mla"
-    CROSS = "cross_attention"  # K and V of an encoder's tokens: fixed once they are there
-    SHARED = "shared"  # reads the cache of an earlier layer
-    LINEAR = "linear_attention"  # a fixed state a sequence
-    MAMBA = "mamba"
-    CONV = "conv"
-    NONE = "none"  # no attention at all
-
-
-GROWING = frozenset({Kind.FULL, Kind.SLIDING, Kind.CHUNKED, Kind.MLA})
-
-
-@dataclass(frozen=True)
-class State:
-    """A tensor of fixed size that a layer keeps for each sequence: `heads` rows that tensor parallelism may split.
-
-    `itemsize` None means the model's dtype.
-    """
-
-    heads: int
-    per_head: int
-    itemsize: int | None = None
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What one layer caches: for each token `kv_heads` keys of `head_dim_k` and values of `head_dim_v` elements.
-
-    MLA caches one latent vector that serves as key and value: kv_heads 1, head_dim_k its width, head_dim_v 0.
-    `index_bytes` is what a sparse-attention indexer keeps for each token beside them, in bytes.
-    """
-
-    kind: Kind
-    kv_heads: int = 0
-    head_dim_k: int = 0
-    head_dim_v: int = 0
-    window: int | None = None
-    index_bytes: int = 0
-    state: tuple[State, ...] = ()
-
-    def tokens(self, context: int) -> int:
-        """How many of `context` tokens this layer holds."""
-        if self.kind not in GROWING:
-            return 0
-        return context if self.window is None else min(context, self.window)
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """A model's caches. `dtype` is the file's, by its plain name; `cross_tokens` the encoder tokens of one request."""
-
-    model_type: str
-    layers: tuple[Layer, ...]
-    num_heads: int
-    max_positions: int | None
-    dtype: str
-    cross_tokens: int | None = None
-    nested: bool = False
-    notes: tuple[str, ...] = ()
-
-    def groups(self) -> list[tuple[Layer, int]]:
-        """Equal layers together, in the order in which each kind first appears, with their count."""
-        counts: dict[Layer, int] = {}
-        for layer, run in groupby(self.layers):
-            counts[layer] = counts.get(layer, 0) + len(list(run))
-        return list(counts.items())
-
+from sim.planner.families import READERS
+from sim.planner.families.defaults import DEFAULTS, Defaults
+from sim.planner.fields import Fields
+from sim.planner.layers import Geometry, Kind, Layer
 
 DTYPES: Mapping[str, str] = {  # the spellings of files -> the plain name
-    "float64": "float64", "double": "float64", "float32": "float32", "float": "float32", "fp32": "float32",
-    "float16": "float16", "half": "float16", "fp16": "float16", "bfloat16": "bfloat16", "bf16": "bfloat16",
-    "float8_e4m3fn": "fp8", "float8_e5m2": "fp8", "float8_e4m3": "fp8",
+    "float32": "float32", "float": "float32", "fp32": "float32",
+    "float16": "float16", "half": "float16", "fp16": "float16",
+    "bfloat16": "bfloat16", "bf16": "bfloat16",
 }  # fmt: skip
 DEFAULT_DTYPE = "bfloat16"  # what nearly every published decoder is stored in
 
@@ -103,9 +27,12 @@ TEXT_TYPES: Mapping[str, str] = {  # the text family of a multimodal file whose 
     "gemma3": "gemma3_text", "gemma3n": "gemma3n_text", "gemma4": "gemma4_text", "llama4": "llama4_text",
     "mllama": "mllama_text_model", "qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen3_vl": "qwen3_vl_text", "qwen3_vl_moe": "qwen3_vl_moe_text", "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text", "llava": "llama", "llava_next": "llama", "vipllava": "llama", "mistral3": "mistral",
-    "internvl": "qwen2", "paligemma": "gemma", "kimi_k25": "deepseek_v3", "kimi_vl": "deepseek_v3",
-    "cohere2_vision": "cohere2", "aya_vision": "cohere2", "granite4_vision": "granite", "idefics3": "llama", "smolvlm": "llama",
+    "qwen3_5_moe": "qwen3_5_moe_text", "qwen2_5_omni_thinker": "qwen2_5_omni_text",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe_text", "llava": "llama", "llava_next": "llama", "vipllava": "llama",
+    "mistral3": "mistral", "glm4v": "glm4v_text", "glm4v_moe": "glm4v_moe_text", "minimax_m3_vl": "minimax_m3_vl_text",
+    "internvl": "qwen2", "paligemma": "gemma", "kimi_k25": "deepseek_v3",
+    "cohere2_vision": "cohere2", "aya_vision": "cohere2", "idefics3": "llama",
+    "smolvlm": "llama",
 }  # fmt: skip
 
 ENCODERS = frozenset(
@@ -127,28 +54,25 @@ def geometry_from_config(raw: Any, *, expand_latent: bool = False, cross_tokens:
     `expand_latent` counts MLA as the per-head keys and values that an engine without an MLA kernel stores. `cross_tokens`
     overrides the number of encoder tokens that cross-attention layers keep for each request.
     """
-    from sim.planner.families import FAMILIES
-    from sim.planner.fields import Fields
-
     if not isinstance(raw, Mapping):
         raise ConfigError("not a config.json: the file does not hold an object")
     text, parents = text_part(raw)
     name = model_type(text, parents)
     refuse_encoders(name, (*parents, text))
-    family = FAMILIES.get(name)
-    if family is None:
+    read = READERS.get(name)
+    if read is None:
         raise ConfigError(f"unknown attention family: model_type {name!r} is not one that the planner knows")
-    fields = Fields(text, family.defaults, family.source, expand_latent)
+    known = DEFAULTS.get(name, Defaults("its class", {}))
+    fields = Fields(text, known.values, known.source, expand_latent)
     if not parents and not any(fields.has(key) for key in ("layers", "heads", "width", "hybrid_override_pattern")):
         raise ConfigError("the file has neither a number of layers nor of heads nor a width: nothing to read a size from")
-    layers = family.read(fields)
-    fields.ignore("positions")
-    positions = fields.optional_integer("positions")
+    layers = tuple(read(fields))
+    positions = fields.positions()
     heads = fields.integer("heads")
     fields.refuse_unread(name)
     dtype, note = config_dtype(text, parents)
     notes = [*fields.notes, *([note] if note else [])]
-    layers, more = drop_idle_windows(tuple(layers), positions)
+    layers, more = drop_idle_windows(layers, positions)
     geometry = Geometry(name, layers, heads, positions, dtype, None, bool(parents), tuple(dict.fromkeys([*notes, *more])))
     return with_cross_tokens(geometry, parents, cross_tokens)
 
@@ -206,7 +130,7 @@ def config_dtype(text: Mapping[str, Any], parents: tuple[Mapping[str, Any], ...]
 def _dtype_name(key: str, value: Any) -> str:
     name = DTYPES.get(value.removeprefix("torch.")) if isinstance(value, str) else None
     if name is None:
-        raise ConfigError(f"{key} {value!r} is not a known dtype")
+        raise ConfigError(f"{key} {value!r} is not one of {', '.join(DTYPES)}, with or without 'torch.'")
     return name
 
 
@@ -230,9 +154,15 @@ def with_cross_tokens(geometry: Geometry, parents: tuple[Mapping[str, Any], ...]
     if given is not None:
         return replace(geometry, cross_tokens=given)
     vision = parents[-1].get("vision_config") if parents else None
-    size, patch, tiles = ((vision or {}).get(key) for key in ("image_size", "patch_size", "max_num_tiles"))
-    if not all(isinstance(value, int) and value > 0 for value in (size, patch, tiles)):
+    size, patch, tiles = (_positive((vision or {}).get(key)) for key in ("image_size", "patch_size", "max_num_tiles"))
+    if not (size and patch and tiles):
         raise ConfigError("cross_attention_layers keep an encoder's tokens, and no vision_config says how many there are")
     tokens = ((size // patch) ** 2 + 1) * tiles
-    note = f"cross-attention keeps {tokens} tokens: one image of {tiles} tiles of {size} pixels, in patches of {patch}, a request"
+    note = (
+        f"cross-attention keeps {tokens} tokens: one image of {tiles} tiles of {size} pixels, in patches of {patch}, a request"
+    )
     return replace(geometry, cross_tokens=tokens, notes=(*geometry.notes, note))
+
+
+def _positive(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 0

@@ -4,14 +4,16 @@ What "recomputing" means: each text is fed at once to a fresh contiguous cache w
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanokv.attention import attend
 from nanokv.backend import NUMPY
-from nanokv.errors import UsageError
+from nanokv.errors import CapacityError, UsageError
 from nanokv.kv.codec import CODECS, get_codec
 from nanokv.kv.contiguous import ContiguousCache
 from nanokv.kv.paged import PagedPool
@@ -230,3 +232,109 @@ def test_fast_runs_on_every_storage(kind, tokens, block_size):
     exact = kind.whole(tokens)
     assert np.all(np.abs(a - exact) <= bound)
     assert np.all(np.abs(b - exact) <= bound)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_only_the_windowed_layer_stops_growing(paged):
+    """Layers [window 4, full] and 10 tokens: the full layer sees 10 keys, and keeps all of them as the text grows."""
+    visibility = [Visibility(4), Visibility()]
+    if paged:
+        cache = PagedPool(2, 1, 1, 600, 2, visibility=visibility).new_sequence()
+    else:
+        cache = ContiguousCache(2, 1, 1, 1000, visibility=visibility)
+    for at in range(9):
+        positions = cache.extend(1)
+        for layer in range(2):
+            cache.write(layer, np.zeros((1, 1, 1), np.float32), np.full((1, 1, 1), at, np.float32))
+        cache.commit()
+    positions = cache.extend(1)
+    for layer, seen in ((0, [6, 7, 8, 9]), (1, list(range(10)))):
+        cache.write(layer, np.zeros((1, 1, 1), np.float32), np.full((1, 1, 1), 9, np.float32))
+        out = attend(np.ones((1, 1, 1), np.float32), positions, partial(cache.tiles, layer), visibility=cache.visibility(layer))
+        assert out.item() == pytest.approx(np.mean(seen), rel=1e-6)
+    cache.commit()
+    assert cache.held == 10
+    if not paged:
+        small, large = (ring.storage.nbytes for ring in cache._rings)
+        assert small < large
+
+
+def test_a_window_keeps_at_most_its_tokens():
+    """After any step: no more than window + sinks in a rolling array; in blocks, that rounded up at either edge."""
+    window, sinks, size = 20, 3, 8
+    visibility = Visibility(window, sinks)
+    rolling = poisoned(ContiguousCache(1, 1, 1, None, visibility=visibility))
+    pool = PagedPool(1, 1, 1, 12, size, visibility=visibility)
+    paged = pool.new_sequence()
+    for step in [1, 5, 30, *[1] * 100, 128 - 7, 3]:
+        for cache in (rolling, paged):
+            for _ in range(0, step, 30):
+                count = min(30, step)
+                cache.extend(count)
+                cache.write(0, np.ones((count, 1, 1), np.float32), np.ones((count, 1, 1), np.float32))
+                cache.commit()
+        assert rolling.held <= window + sinks
+        opened = [rolling._rings[0].storage.k[0][0, place] for place in range(rolling._rings[0].storage.k[0].shape[1])]
+        assert sum(np.nan_to_num(tile).sum() for tile in opened) <= window + sinks  # each token is a 1
+        blocks = sum(block != 0 for block in paged.block_table)
+        assert blocks <= -(-sinks // size) + -(-window // size) + 1
+    assert len(paged.block_table) > 12  # far more than the pool has
+
+
+def test_a_window_model_hits_up_to_the_last_block_that_agrees():
+    """A cached prompt, extended by 3 tokens: a hit at the previous block boundary."""
+    pool = PagedPool(1, 1, 1, 40, 4, visibility=Visibility(6))
+    first = pool.new_sequence()
+    text = list(range(16))
+    first.publish(text)
+    first.extend(16)
+    first.commit()
+    assert first.block_table[0] == 0  # the window has let the beginning go
+    first.reset()
+    assert pool.new_sequence().adopt([*text, 90, 91, 92]) >= 12
+
+
+def test_offsets_need_more_than_32_bits():
+    """Slot 5 * 2^29 and more: int64 throughout."""
+    pool = PagedPool(1, 1, 1, 3, 128)
+    cache = pool.new_sequence()
+    cache.block_table = [2**27]
+    assert cache.slot_mapping(0, 2).dtype == np.int64
+    assert cache.slot_mapping(0, 2).tolist() == [2**34, 2**34 + 1]
+
+
+def test_windows_without_an_end_need_a_window_on_every_layer():
+    with pytest.raises(UsageError, match="needs a window on every layer"):
+        ContiguousCache(2, 1, 1, None, visibility=[Visibility(4), Visibility()])
+    with pytest.raises(UsageError, match="1 visibilities for 2 layers"):
+        ContiguousCache(2, 1, 1, 4, visibility=[Visibility()])
+    with pytest.raises(UsageError, match="every layer needs the same"):
+        ContiguousCache(2, 1, 1, 4, visibility=[Visibility(4, 0, True), Visibility(5, 0, True)])
+
+
+def test_a_step_longer_than_a_window_leaves_room_for_is_refused():
+    cache = ContiguousCache(1, 1, 1, None, visibility=Visibility(4))
+    assert cache.max_step == TILE
+    with pytest.raises(CapacityError, match="129 tokens is too long.*128 at most"):
+        cache.extend(129)
+
+
+def test_truncating_what_a_window_has_dropped_is_refused():
+    for cache in (
+        ContiguousCache(1, 1, 1, None, visibility=Visibility(4)),
+        PagedPool(1, 1, 1, 9, 4, visibility=Visibility(4)).new_sequence(),
+    ):
+        cache.extend(10)
+        cache.commit()
+        with pytest.raises(UsageError, match="dropped"):
+            cache.truncate(9)
+        cache.truncate(10)
+    cache = ContiguousCache(1, 1, 1, 300, codec=get_codec("int4", np.float32, NUMPY))
+    cache.extend(200)
+    for layer in range(1):
+        cache.write(layer, np.ones((200, 1, 1), np.float32), np.ones((200, 1, 1), np.float32))
+    cache.commit()
+    with pytest.raises(UsageError, match="encoded"):
+        cache.truncate(100)
+    cache.truncate(150)
+    cache.truncate(128)

@@ -203,3 +203,13 @@ def test_a_batch_of_the_wrong_size_is_refused():
     config = small_config()
     with pytest.raises(UsageError, match="3 tokens for a batch of 2 rows"):
         forward(random_params(config), np.arange(3), Batch([(nan_cache(config, 9), 2)]))
+
+
+def test_an_uncached_call_after_cached_steps_is_as_before():
+    """The position lives in the cache, not in the model: two decode steps, then a fresh run."""
+    config = small_config()
+    params, cache = random_params(config), nan_cache(config, 20)
+    fresh = forward(params, np.arange(6), nan_cache(config, 20))
+    for token in range(3):
+        forward(params, np.array([token]), cache)
+    assert np.array_equal(forward(params, np.arange(6), nan_cache(config, 20)), fresh)

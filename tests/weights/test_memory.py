@@ -1,4 +1,4 @@
-"""What loading costs: at most 1.25 times the float32 weights and 150 MB, whatever the file's dtype."""
+"""What loading and running cost: at most 1.25 times the weights and 150 MB, whatever the file's dtype."""
 
 import json
 import struct
@@ -16,8 +16,10 @@ from weights.gpt2 import tensor_shapes
 # VmHWM and not getrusage's ru_maxrss: that one keeps the peak of the process that started this one.
 MEASURE = """
 import sys
-from weights import load
-params = load(sys.argv[1], dtype=sys.argv[2]).params
+import nanokv
+model = nanokv.load(sys.argv[1], dtype=sys.argv[2], backend="numpy")
+params = model.params
+assert len(model.generate([1] * 400, max_tokens=4, ignore_eos=True).tokens) == 4
 loaded = params.wte.nbytes + params.wpe.nbytes + sum(a.nbytes for b in params.blocks for a in vars(b).values())
 print(loaded, next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
