@@ -8,7 +8,10 @@ import sys
 import time
 
 import pytest
+from click.testing import CliRunner
 
+from nanokv.commands.generate import generate
+from nanokv.engine import Engine
 from tests.support import ROOT
 
 TIMEOUT = 60
@@ -232,24 +235,34 @@ def test_a_closed_pipe_is_quiet():
 
 
 def test_an_interrupt_ends_with_the_text_so_far():
-    """With many prompts there is time to send it; the text up to then is there, and the code is 130."""
-    args = [
-        sys.executable,
-        "-u",
-        str(ROOT / "cli.py"),
-        "generate",
-        *["Once upon a time"] * 40,
-        "--max-tokens",
-        "400",
-        "--ignore-eos",
-    ]
+    """A text without end; what was shown up to then stands, and the code is 130."""
+    args = [sys.executable, "-u", str(ROOT / "cli.py"), "generate", "Once upon a time", "--ignore-eos"]
+    args += ["--window", "32", "--sinks", "4", "--max-tokens", "10000000"]
     process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.read(16) == "Once upon a time"
+    assert process.stdout.read(30).startswith("Once upon a time")
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=TIMEOUT)
+    rest, errors = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 130
+    assert rest.endswith("\n")
     assert "Traceback" not in errors
     assert "interrupted" in errors
+
+
+def test_an_interrupt_of_several_prompts_prints_what_there_is(monkeypatch):
+    real, calls = Engine.step, []
+
+    def step(engine):
+        calls.append(1)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return real(engine)
+
+    monkeypatch.setattr(Engine, "step", step)
+    result = CliRunner().invoke(generate, ["Once upon a time", "Hello", "--ignore-eos", "--json"])
+    assert result.exit_code == 130
+    runs = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [run["finish_reason"] for run in runs] == ["interrupted"] * 2
+    assert [len(run["tokens"]) for run in runs] == [5, 5]
 
 
 def test_bench_prints_its_numbers_and_one_object(tmp_path):

@@ -85,6 +85,8 @@ def generate(
     together = bool(len(prompts) + len(files) > 1 or copies != 1 or beams)
     if (copies != 1 or beams) and cache not in (None, "paged"):
         raise UsageError(f"--n and --beams share blocks: they need --cache paged, not {cache}")
+    if copies < 1:
+        raise UsageError(f"n {copies} is out of range: it must be at least 1")
     if copies != 1 and beams:
         raise UsageError("--n samples and --beams searches: use one of them")
     options["cache"] = cache or ("paged" if together else "contiguous")

@@ -36,6 +36,8 @@ class CacheSpec:
             raise UsageError("--sinks needs --window: without one every token is kept anyway")
         if self.kv_dtype is not None and self.kv_dtype not in CODECS:
             raise UsageError(f"unknown KV format {self.kv_dtype!r}: choose one of {', '.join(CODECS)}")
+        if self.kv_scale is not None and self.kv_dtype != "fp8":
+            raise UsageError("a KV scale goes with fp8 only: the other formats keep their own")
         if self.kv_dtype == "int4" and self.kind == "paged" and self.block_size % 32:
             raise UsageError(f"KV format int4 works on groups of 32 tokens: block size {self.block_size} is no multiple of 32")
         if not 1 <= self.block_size <= TILE or TILE % self.block_size:
