@@ -14,7 +14,7 @@ def torch_gpt2(params: GPT2Params) -> Any:
     from transformers import GPT2LMHeadModel
 
     config = params.config
-    model = GPT2LMHeadModel(
+    model: Any = GPT2LMHeadModel(
         TheirConfig(
             vocab_size=config.vocab_size, n_positions=config.num_positions, n_embd=config.width, n_layer=config.num_layers,
             n_head=config.num_heads, n_inner=config.inner, activation_function=config.activation,
@@ -22,7 +22,7 @@ def torch_gpt2(params: GPT2Params) -> Any:
             scale_attn_by_inverse_layer_idx=config.scale_by_layer, tie_word_embeddings=config.tied_head,
         )
     )  # fmt: skip
-    model.eval()  # type: ignore[no-untyped-call]
+    model.eval()
     state = {
         "wte.weight": params.wte,
         "wpe.weight": params.wpe,
