@@ -8,8 +8,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+import nanokv
 from nanokv.backend import NUMPY, get_backend
-from nanokv.errors import BackendError
+from nanokv.errors import BackendError, UsageError
 from nanokv.kv.contiguous import ContiguousCache
 from nanokv.models.gpt2 import forward, random_params
 from nanokv.numerics import FAST
@@ -85,6 +86,26 @@ def test_the_forward_pass_asks_nothing_of_the_host(device, heads, activation):
     branch = cache.copy()
     branch.truncate(100)
     assert branch.length == 100
+
+
+@pytest.mark.parametrize("flags", [
+    {}, {"cache": "none"}, {"cache": "paged", "block_size": 4}, {"window": 8, "sinks": 2}, {"kv_dtype": "int8"},
+    {"kv_dtype": "int4", "cache": "paged", "block_size": 32}, {"kv_dtype": "float16"}, {"temperature": 0.8, "seed": 1},
+])  # fmt: skip
+def test_the_whole_of_generate_runs_on_the_stand_in(device, flags):
+    """Loading, prefill, decoding, sampling, every cache: the text is NumPy's in fast numerics."""
+    on_device = nanokv.load("default", backend="auto")
+    assert (on_device.backend.name, on_device.numerics) == ("cupy", FAST)
+    assert isinstance(on_device.params.wte, stand_in.DeviceArray)
+    run = on_device.generate("Once upon a time", max_tokens=12, logprobs=2, **flags)
+    expected = nanokv.load("default", backend="numpy", numerics="fast")
+    assert run.text == expected.generate("Once upon a time", max_tokens=12, **flags).text
+    assert run.to_dict()["backend"] == "cupy"
+
+
+def test_exact_numerics_are_refused_on_cupy(device):
+    with pytest.raises(UsageError, match="exact is not available on cupy"):
+        nanokv.load("default", backend="cupy", numerics="exact")
 
 
 def used_functions() -> dict[str, set[str]]:
