@@ -2,9 +2,12 @@
 
 import doctest
 import re
+import shlex
 
 import pytest
+from click.testing import CliRunner
 
+from nanokv.commands.generate import generate
 from tests.support import ROOT
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -50,3 +53,19 @@ def test_the_face_names_what_it_has():
     assert set(nanokv.__all__) == {"load", *nanokv._MODULE_OF}
     for name in nanokv.__all__:
         assert getattr(nanokv, name) is not None
+
+
+def console_blocks():
+    """(page, command, what it prints) of every console block of the documentation."""
+    for page in PAGES:
+        for command, output in re.findall(
+            r"```console\n\$ (python cli\.py generate [^\n]*)\n(.*?)```", page.read_text("utf-8"), re.S
+        ):
+            yield page.name, command, output
+
+
+@pytest.mark.parametrize(("page", "command", "output"), list(console_blocks()))
+def test_commands_print_what_the_page_shows(page, command, output):
+    result = CliRunner().invoke(generate, shlex.split(command)[3:])
+    assert result.exit_code == 0
+    assert [line.rstrip() for line in result.stdout.splitlines()] == [line.rstrip() for line in output.splitlines()]
