@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from nanokv.kv.contiguous import ContiguousCache
@@ -16,6 +17,12 @@ from nanokv.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT.parent / "shared" / "data"
+EVERYDAY = 40  # examples a property in the profile "default" (conftest.py)
+
+
+def examples(count: int, **more: object) -> settings:
+    """Hypothesis settings of `count` examples in the everyday profile, and as many times more in another."""
+    return settings(max_examples=max(1, count * settings.default.max_examples // EVERYDAY), **more)
 
 
 def data(path: str) -> Path:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -11,7 +11,7 @@ from nanokv.errors import CapacityError, UsageError
 from nanokv.generate import Options
 from nanokv.kv.spec import CacheSpec
 from nanokv.sampling import SamplingParams
-from tests.support import tiny_model
+from tests.support import examples, tiny_model
 
 MODEL = tiny_model(layers=1, heads=2, kv_heads=1, eos=False)
 SPECS = st.sampled_from([
@@ -33,7 +33,7 @@ sampled = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     SPECS, st.lists(st.tuples(prompts, sampled), min_size=1, max_size=6), st.integers(0, 40), st.integers(1, 70), st.booleans()
 )  # fmt: skip
@@ -114,7 +114,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert run.finish_reason == "interrupted" or len(run.tokens) == len(expected)
 
 
-EngineMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+EngineMachine.TestCase.settings = examples(30, stateful_step_count=25)
 TestEngineMachine = EngineMachine.TestCase
 
 

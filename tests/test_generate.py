@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanokv.errors import CapacityError, TokenizerError, UsageError
@@ -11,13 +11,13 @@ from nanokv.kv.contiguous import ContiguousCache
 from nanokv.models import gpt2
 from nanokv.numerics import EXACT, FAST
 from nanokv.sampling import SamplingParams, log_softmax
-from tests.support import nan_cache, tiny_model
+from tests.support import examples, nan_cache, tiny_model
 
 MODEL = tiny_model()
 PROMPTS = st.lists(st.integers(0, 4095), min_size=1, max_size=40)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(PROMPTS, st.integers(1, 12), st.sampled_from([0.0, 0.7]), st.integers(0, 99))
 def test_with_and_without_a_cache_everything_is_equal(prompt, count, temperature, seed):
     runs = [
@@ -35,7 +35,7 @@ def test_unused_memory_is_never_read(monkeypatch):
     assert MODEL.generate([1, 2, 3], max_tokens=10).tokens == expected
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(PROMPTS, st.integers(1, 20))
 def test_streamed_pieces_are_the_text(prompt, count):
     run = MODEL.stream(prompt, max_tokens=count, temperature=1.0, seed=1, ignore_eos=True)

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanokv.attention import attend
@@ -20,7 +20,7 @@ from nanokv.kv.paged import PagedPool
 from nanokv.kv.tile import TILE, Batch, Visibility
 from nanokv.models.gpt2 import GPT2Params, fast_bound, forward, hidden_states, random_params
 from nanokv.numerics import FAST
-from tests.support import chunkings, head_counts, in_chunks, poisoned, small_config
+from tests.support import chunkings, examples, head_counts, in_chunks, poisoned, small_config
 
 BLOCK_SIZES = st.sampled_from([1, 2, 8, 16, 32, 64, 128])
 
@@ -89,7 +89,7 @@ def steps(sizes, cache):
     return [part for size in sizes for part in [most] * (size // most) + [size % most] if part]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(kinds(), texts(), st.data())
 def test_a_contiguous_cache_equals_recomputing(kind, tokens, draw):
     cache = kind.contiguous(len(tokens) + draw.draw(st.integers(0, 200)))
@@ -97,7 +97,7 @@ def test_a_contiguous_cache_equals_recomputing(kind, tokens, draw):
     assert np.array_equal(pieces, kind.whole(tokens))
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(kinds(), texts(), BLOCK_SIZES, st.data())
 def test_a_paged_cache_equals_recomputing(kind, tokens, block_size, draw):
     """Whatever the block size, the order of the blocks, and what they held before."""
@@ -121,7 +121,7 @@ def shuffle(pool, seed):
     pool.blocks.free_blocks(np.random.default_rng(seed).permutation(blocks).tolist())
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(kinds(), texts(200), texts(200), BLOCK_SIZES, st.data())
 def test_forks_go_their_own_ways(kind, tokens, other, block_size, draw):
     """Parent and child share every block, then each is as if alone; the last holder writes in place."""
@@ -145,7 +145,7 @@ def test_forks_go_their_own_ways(kind, tokens, other, block_size, draw):
     assert pool.blocks.stats().used == 0
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(kinds(), texts(300), texts(100), BLOCK_SIZES)
 def test_a_prefix_hit_equals_a_cold_run(kind, tokens, other, block_size):
     if kind.codec == "int4":
@@ -168,7 +168,7 @@ def test_a_prefix_hit_equals_a_cold_run(kind, tokens, other, block_size):
     assert pool.blocks.stats().used == 0
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(kinds(windows=False), texts(300), st.data())
 def test_truncation_leaves_no_trace_in_any_storage(kind, tokens, draw):
     own = kind.codec == "int4"
@@ -196,7 +196,7 @@ def test_truncation_leaves_no_trace_in_any_storage(kind, tokens, draw):
     assert np.array_equal(forward(kind.params, junk[hit:], again), kind.whole(junk)[hit:])
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(kinds(), st.lists(texts(150), min_size=2, max_size=4), BLOCK_SIZES)
 def test_sequences_of_one_pool_do_not_know_each_other(kind, prompts, block_size):
     if kind.codec == "int4":
@@ -216,7 +216,7 @@ def test_sequences_of_one_pool_do_not_know_each_other(kind, prompts, block_size)
         start += len(prompt)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(kinds(codecs=(None,)), texts(300), BLOCK_SIZES)
 def test_fast_runs_on_every_storage(kind, tokens, block_size):
     """Within the bound of docs/numerics.md."""

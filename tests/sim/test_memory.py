@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanokv.errors import CapacityError
 from sim.formats import FLOAT16, FORMATS, get_format
 from sim.memory import Cache, Machine, Moved, Tensor, Values
 from tests.sim.lines import LINE, traffic
+from tests.support import examples
 
 
 def test_a_load_counts_occupies_and_leaves() -> None:
@@ -73,7 +74,7 @@ def test_heads_that_are_not_run_are_counted(values: Values, indices: list[int]) 
 accesses = st.lists(st.tuples(st.sampled_from("rw"), st.integers(0, 5)), min_size=4, max_size=40)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(accesses, st.integers(1, 6), st.integers(1, 3))
 def test_the_cache_writes_back_what_an_independent_one_does(pattern: list[tuple[str, int]], tiles: int, lines: int) -> None:
     """Tiles of whole lines. pycachesim reads a line that is written before it was there, so reads are compared in the next
@@ -89,7 +90,7 @@ def test_the_cache_writes_back_what_an_independent_one_does(pattern: list[tuple[
     assert moved.sram_write == writes
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.lists(st.integers(0, 5), min_size=12, max_size=40), st.integers(2, 5))
 def test_the_cache_reads_what_an_independent_one_does(pattern: list[int], tiles: int) -> None:
     cache, moved = Cache(tiles * LINE), Moved()
