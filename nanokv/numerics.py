@@ -91,6 +91,47 @@ def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
     return centred
 
 
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """x [..., K] -> [..., K]: divided by the root of the mean square over K, then times weight [K] (Zhang and Sennrich
+    2019, arXiv 1910.07467). Half-precision input is squared and summed in float32, where the sum cannot overflow."""
+    xp, rows = module_of(x), max(1, CHUNK_ELEMENTS * len(x) // max(1, x.size))
+    if len(x) > rows and xp is np:
+        out = np.empty_like(x)
+        for start in range(0, len(x), rows):
+            out[start : start + rows] = rms_norm(x[start : start + rows], weight, eps)
+        return out
+    wide = x.astype(np.result_type(x.dtype, np.float32), copy=False)
+    real = wide.dtype.type
+    size = xp.sum(wide * wide, axis=-1, keepdims=True) * real(1 / x.shape[-1])
+    normed = wide / xp.sqrt(size + real(eps))
+    normed *= weight
+    return normed.astype(x.dtype, copy=False)
+
+
+def silu(x: Array) -> Array:
+    """x times its sigmoid, the "swish" of SwiGLU. Where exp(-x) would overflow, its largest power stands in: the result is
+    within the smallest normal number of 0, which is the limit."""
+    xp, limit = module_of(x), np.floor(np.log(np.finfo(x.dtype).max))
+    out = xp.minimum(-x, x.dtype.type(limit))
+    xp.exp(out, out=out)
+    out += x.dtype.type(1)
+    return xp.divide(x, out, out=out)
+
+
+def swiglu(gate_up: Array) -> Array:
+    """[R, 2 I], the gate's half and the other -> silu(gate) * other [R, I] (Shazeer 2020, arXiv 2002.05202)."""
+    xp, inner = module_of(gate_up), gate_up.shape[1] // 2
+    rows = max(1, CHUNK_ELEMENTS // inner)
+    if len(gate_up) <= rows or xp is not np:
+        out = silu(gate_up[:, :inner])
+        out *= gate_up[:, inner:]
+        return out
+    out = np.empty((len(gate_up), inner), dtype=gate_up.dtype)
+    for start in range(0, len(gate_up), rows):
+        out[start : start + rows] = swiglu(gate_up[start : start + rows])
+    return out
+
+
 def gelu_new(x: Array) -> Array:
     """GELU by its tanh approximation (Hendrycks and Gimpel 2016, arXiv 1606.08415), what GPT-2 calls gelu_new."""
     xp, real = module_of(x), x.dtype.type

@@ -9,9 +9,10 @@ are refused, since tiktoken would give other ids than the model was trained with
 """
 
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import tiktoken
 
@@ -43,28 +44,86 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
+class Segmenter(Protocol):
+    """What cuts ordinary text into tokens."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text that has at least one character and in which nothing is special."""
+        ...
+
+
+class BytePairs:
+    """Byte-pair encoding by tiktoken. `ids[rank]` is the id of the token to which `encoding` gives that rank. Text is first
+    brought into the `normal_form` of Unicode that the model was trained on, if there is one. `missing` are bytes that the
+    vocabulary has no token for: text that has one is a TokenizerError."""
+
+    def __init__(
+        self,
+        encoding: tiktoken.Encoding,
+        ids: Sequence[int],
+        normal_form: Literal["NFC"] | None = None,
+        missing: frozenset[int] = frozenset(),
+    ):
+        self._encoding, self._ids, self._normal_form, self._missing = encoding, ids, normal_form, missing
+
+    def encode(self, text: str) -> list[int]:
+        if len(text) >= LONGEST_SPACE and _TOO_MUCH_SPACE.search(text):
+            raise TokenizerError(f"the text has {LONGEST_SPACE} spaces or more in a row: take some out")
+        if self._normal_form:
+            text = unicodedata.normalize(self._normal_form, text)
+        check_bytes(text, self._missing)
+        ids = self._ids
+        return [ids[rank] for rank in self._encoding.encode_ordinary(text)]
+
+
+def without_surrogates(text: str) -> str:
+    """The text as UTF-8 can write it: surrogates in pairs are the character that they stand for, a lone one is U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def check_bytes(text: str, missing: frozenset[int]) -> None:
+    """Raises TokenizerError, which names the character, for text with a byte that a vocabulary has no token for."""
+    if missing and not missing.isdisjoint(text.encode("utf-8", "replace")):
+        bad = next(char for char in text if not missing.isdisjoint(char.encode("utf-8", "replace")))
+        raise TokenizerError(f"the vocabulary has no token for {bad!r} (U+{ord(bad):04X}): take it out of the text")
+
+
 class Tokenizer:
     """One vocabulary. `special_tokens` are those that no text becomes, by name; `vocab_size` is the largest id plus one."""
 
     def __init__(
-        self, encoding: tiktoken.Encoding, ids: Sequence[int], tokens: Mapping[int, bytes], special_tokens: Mapping[str, int]
+        self,
+        segmenter: Segmenter,
+        tokens: Mapping[int, bytes],
+        special_tokens: Mapping[str, int],
+        user_tokens: Mapping[str, int] | None = None,
+        text_prefix: bytes = b"",
     ):
-        """`ids[rank]` is the id of the token to which `encoding` gives that rank; `tokens` are the bytes of every id."""
-        self._encoding = encoding
-        self._ids = ids
+        """`tokens` are the bytes of every id. Text is cut at `user_tokens` before anything else. `text_prefix` is what the
+        segmenter puts before a text and decode() takes off again."""
+        self._segmenter = segmenter
         self._tokens = tokens
         self.special_tokens = special_tokens
+        self.user_tokens = user_tokens or {}
+        self.text_prefix = text_prefix
         self.vocab_size = max(tokens) + 1
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text. All of it is ordinary text: "<|endoftext|>" in it is 13 characters, not a control token.
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """The ids of a text. All of it is ordinary text: "<|endoftext|>" in it is 13 characters, not a control token, unless
+        `special` says that it was written by a chat template, whose names of special tokens stand for the tokens.
 
         A lone surrogate, which UTF-8 has no bytes for, becomes U+FFFD.
         """
-        if len(text) >= LONGEST_SPACE and _TOO_MUCH_SPACE.search(text):
-            raise TokenizerError(f"the text has {LONGEST_SPACE} spaces or more in a row: take some out")
-        ids = self._ids
-        return [ids[rank] for rank in self._encoding.encode_ordinary(text)]
+        whole = {**self.user_tokens, **(self.special_tokens if special else {})}
+        names = sorted(filter(None, whole), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+        ids: list[int] = []
+        for number, part in enumerate(parts):
+            if number % 2:
+                ids.append(whole[part])
+            elif part:
+                ids += self._segmenter.encode(part)
+        return ids
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token, which may be part of a character; a special token's are its name."""
@@ -73,15 +132,18 @@ class Tokenizer:
         except KeyError:
             raise TokenizerError(f"token id {token} is not in the vocabulary (0 .. {self.vocab_size - 1})") from None
 
-    def decode(self, tokens: Iterable[int]) -> str:
-        """The text of some ids; bytes that are no UTF-8 become U+FFFD."""
-        return b"".join(map(self.token_bytes, tokens)).decode("utf-8", errors="replace")
+    def decode(self, tokens: Iterable[int], continues: bool = False) -> str:
+        """The text of some ids; bytes that are no UTF-8 become U+FFFD. `continues`: the ids follow others of the same text,
+        so that a space which begins them was not put there by encode()."""
+        data = b"".join(map(self.token_bytes, tokens))
+        return (data if continues else data.removeprefix(self.text_prefix)).decode("utf-8", errors="replace")
 
     @classmethod
     def of_bytes(cls) -> "Tokenizer":
         """256 tokens, the bytes: for a model that was not trained on any vocabulary."""
         tokens = {byte: bytes([byte]) for byte in range(256)}
-        return cls(_encoding({data: byte for byte, data in tokens.items()}), range(256), tokens, {})
+        ranks = {data: byte for byte, data in tokens.items()}
+        return cls(BytePairs(_encoding(ranks, GPT2_PATTERN), range(256)), tokens, {})
 
     @classmethod
     def from_vocab_and_merges(cls, vocab: Path, merges: Path) -> "Tokenizer":
@@ -112,18 +174,46 @@ class Tokenizer:
         whole = model.get("ignore_merges") is True
         return _byte_level(vocab, pairs, _added_tokens(raw, vocab, path), str(path), look_up_pieces=whole)
 
+    @classmethod
+    def from_byte_level(
+        cls,
+        vocab: Mapping[str, int],
+        merges: Sequence[str],
+        special_tokens: Mapping[str, int],
+        user_tokens: Mapping[str, int],
+        source: str,
+        pattern: str,
+        whole_pieces: bool = False,
+        normal_form: Literal["NFC"] | None = None,
+    ) -> "Tokenizer":
+        """From what a GGUF file holds: tokens in the byte alphabet, merges "a b" from first to last, and the tokens that are
+        plain text: special ones, and those that text is cut at. How text is cut and what else is done to it is given by the
+        caller (nanokv.pretokenizers). A vocabulary may lack bytes, as SmolLM's does. `source` names the file in errors.
+        Raises TokenizerError.
+        """
+        pairs = [_pair(merge, f"{source} merge {number}") for number, merge in enumerate(merges, start=1)]
+        if whole_pieces and len({left + right for left, right in pairs}) < len(pairs):
+            segmenter, tokens = _by_rank(vocab, pairs, source, pattern)
+            tokens |= {index: name.encode("utf-8") for name, index in (*special_tokens.items(), *user_tokens.items())}
+            return cls(segmenter, tokens, special_tokens, user_tokens)
+        added = {**special_tokens, **user_tokens}
+        made = _byte_level(vocab, pairs, added, source, whole_pieces, pattern, normal_form, may_lack_bytes=True)
+        return cls(made._segmenter, made._tokens, special_tokens, user_tokens)
+
 
 class TokenStream:
-    """Decodes ids as they come. The pieces joined are what decode() gives for all ids at once."""
+    """Decodes ids as they come. The pieces joined are what decode() gives for all ids at once; `continues` as there."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, continues: bool = False):
         self._tokenizer = tokenizer
+        self._prefix = b"" if continues else tokenizer.text_prefix
         self._held = b""
 
     def push(self, token: int) -> str:
         """The text that is complete with this token: never part of a character, and nothing is held back for bytes that
         no continuation can make valid. Raises TokenizerError for an unknown id, which is then as if never pushed."""
-        data = self._held + self._tokenizer.token_bytes(token)
+        data = self._held + self._tokenizer.token_bytes(token).removeprefix(self._prefix)
+        self._prefix = b""
         cut = _UNFINISHED.search(data)
         end = cut.start() if cut else len(data)
         self._held = data[end:]
@@ -141,6 +231,9 @@ def _byte_level(
     added: Mapping[str, int],
     source: str,
     look_up_pieces: bool = False,
+    pattern: str = GPT2_PATTERN,
+    normal_form: Literal["NFC"] | None = None,
+    may_lack_bytes: bool = False,
 ) -> Tokenizer:
     """The tokenizer of a vocabulary in the byte alphabet and its merges.
 
@@ -149,10 +242,13 @@ def _byte_level(
     """
     alphabet = byte_alphabet()
     to_latin1 = str.maketrans({char: chr(byte) for char, byte in alphabet.items()})
-    _check_merges(vocab, alphabet, merges, source)
-    mergeable = [*alphabet, *(left + right for left, right in merges)]
+    if not may_lack_bytes:
+        _check_bytes(vocab, alphabet, source)
+    bytes_there = {char: byte for char, byte in alphabet.items() if char in vocab}
+    _check_merges(vocab, bytes_there, merges, source)
+    mergeable = [*bytes_there, *(left + right for left, right in merges)]
     ranks = {token.translate(to_latin1).encode("latin-1"): rank for rank, token in enumerate(mergeable)}
-    encoding = _encoding(ranks)
+    encoding = _encoding(ranks, pattern)
 
     tokens = {vocab[token]: data for token, data in zip(mergeable, ranks, strict=True)}
     special = {}
@@ -173,21 +269,46 @@ def _byte_level(
             tokens[index] = name.encode("utf-8")
             special[name] = index
     if look_up_pieces:
-        encoding = _encoding(ranks)
-    return Tokenizer(encoding, [vocab[token] for token in mergeable], tokens, special)
+        encoding = _encoding(ranks, pattern)
+    missing = frozenset(alphabet.values()) - frozenset(bytes_there.values())
+    return Tokenizer(BytePairs(encoding, [vocab[token] for token in mergeable], normal_form, missing), tokens, special)
 
 
-def _encoding(ranks: dict[bytes, int]) -> tiktoken.Encoding:
-    return tiktoken.Encoding("nanokv", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
+def _by_rank(
+    vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], source: str, pattern: str
+) -> tuple[BytePairs, dict[int, bytes]]:
+    """What cuts text, and the bytes of each id, when the list of merges says no more than the vocabulary does: every token,
+    in order of its id, with all the ways in which it is two tokens. Files made from tiktoken's vocabularies have such a
+    list, and tiktoken's own rule, to join what makes the token of the lowest rank, is then the model's.
+    """
+    alphabet = byte_alphabet()
+    to_latin1 = str.maketrans({char: chr(byte) for char, byte in alphabet.items()})
+    _check_bytes(vocab, alphabet, source)
+    ordered = sorted(vocab, key=vocab.__getitem__)
+    at = 0
+    for token in ordered:
+        ways = {(token[:cut], token[cut:]) for cut in range(1, len(token)) if token[:cut] in vocab and token[cut:] in vocab}
+        if set(merges[at : at + len(ways)]) != ways:
+            raise TokenizerError(f"{source}: the merges of token {token!r} are not all the ways to make it: not supported")
+        at += len(ways)
+    if at != len(merges):
+        raise TokenizerError(f"{source}: merge {at + 1} makes no token of the vocabulary: {' '.join(merges[at])!r:.80}")
+    if odd := next((token for token in ordered if not alphabet.keys() >= set(token)), None):
+        raise TokenizerError(f"{source}: token {odd!r} is not written in the byte alphabet")
+    data = [token.translate(to_latin1).encode("latin-1") for token in ordered]
+    encoding = _encoding({each: rank for rank, each in enumerate(data)}, pattern)
+    ids = [vocab[token] for token in ordered]
+    return BytePairs(encoding, ids), dict(zip(ids, data, strict=True))
+
+
+def _encoding(ranks: dict[bytes, int], pattern: str) -> tiktoken.Encoding:
+    return tiktoken.Encoding("nanokv", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
 
 
 def _check_merges(
     vocab: Mapping[str, int], alphabet: Mapping[str, int], merges: Sequence[tuple[str, str]], source: str
 ) -> None:
-    """Every byte and merge is in the vocabulary, and each merge is what its own text becomes."""
-    for char, byte in alphabet.items():
-        if char not in vocab:
-            raise TokenizerError(f"{source}: the vocabulary has no token for byte 0x{byte:02X} ({char!r})")
+    """Every merge is in the vocabulary, made of parts that are, and what its own text becomes."""
     made: dict[str, tuple[int, str, str]] = {}
     ranks = {pair: rank for rank, pair in enumerate(merges)}
     for rank, (left, right) in enumerate(merges):
@@ -200,6 +321,12 @@ def _check_merges(
         if token in made or _is_cut_elsewhere(left, right, rank, made, ranks):
             raise TokenizerError(f"{line} is not what earlier merges make of its text: such merges are not supported")
         made[token] = rank, left, right
+
+
+def _check_bytes(vocab: Mapping[str, int], alphabet: Mapping[str, int], source: str) -> None:
+    for char, byte in alphabet.items():
+        if char not in vocab:
+            raise TokenizerError(f"{source}: the vocabulary has no token for byte 0x{byte:02X} ({char!r})")
 
 
 def _is_cut_elsewhere(

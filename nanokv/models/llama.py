@@ -1,0 +1,223 @@
+"""Llama (Touvron et al. 2023, arXiv 2302.13971) and its relatives, Mistral, Qwen2, Qwen3 and SmolLM: RMSNorm before each
+sublayer, rotary positions, grouped-query attention, SwiGLU.
+
+Keys go into the cache rotated, at their absolute positions, so a cache that counts positions inside itself (a window with
+sinks in streaming) is refused here: its keys would have to move.
+
+Symbols: R rows (tokens being computed), E width, Hq query heads, Hkv key-value heads, D head width, I inner width,
+V vocabulary. Every matrix is stored [out, in].
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nanokv.attention import cached_attention
+from nanokv.backend import Array, Backend, module_of
+from nanokv.errors import CapacityError, UsageError
+from nanokv.kv.tile import Batch, Cache, members_of
+from nanokv.models.gpt2 import check_tokens
+from nanokv.models.llama_config import LlamaConfig
+from nanokv.numerics import EXACT, Numerics, linear, rms_norm, swiglu
+from nanokv.rope import rotate
+
+Matrix = Array
+Vector = Array
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer. qkv is queries, keys and values stacked, gate_up the two halves of SwiGLU; None is a part that the model
+    does not have."""
+
+    attention_norm: Vector
+    qkv_weight: Matrix  # [(Hq + 2 Hkv) D, E]
+    output_weight: Matrix  # [E, Hq D]
+    mlp_norm: Vector
+    gate_up_weight: Matrix  # [2 I, E]
+    down_weight: Matrix  # [E, I]
+    qkv_bias: Vector | None = None
+    output_bias: Vector | None = None
+    gate_up_bias: Vector | None = None
+    down_bias: Vector | None = None
+    q_norm: Vector | None = None  # [D]
+    k_norm: Vector | None = None  # [D]
+
+    def arrays(self) -> list[Array]:
+        """Those that are there."""
+        return [array for array in vars(self).values() if array is not None]
+
+
+@dataclass(frozen=True)
+class LlamaParams:
+    """Config and weights; `head` is the very same array as `embedding` in a tied model."""
+
+    config: LlamaConfig
+    embedding: Matrix  # [V, E]
+    blocks: tuple[Block, ...]
+    norm: Vector
+    head: Matrix  # [V, E]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.embedding.dtype)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that every decoded token reads: all matrices and vectors, the head, not the embedding table."""
+        blocks = sum(array.nbytes for block in self.blocks for array in block.arrays())
+        return blocks + self.norm.nbytes + self.head.nbytes
+
+    def to(self, backend: Backend) -> "LlamaParams":
+        """The same weights in the memory of `backend`."""
+        move = backend.from_numpy
+
+        def moved(block: Block) -> Block:
+            return Block(**{name: None if array is None else move(array) for name, array in vars(block).items()})
+
+        embedding = move(self.embedding)
+        head = embedding if self.head is self.embedding else move(self.head)
+        return LlamaParams(self.config, embedding, tuple(map(moved, self.blocks)), move(self.norm), head)
+
+
+def forward(
+    params: LlamaParams,
+    tokens: np.ndarray,
+    cache: Cache | Batch,
+    *,
+    rows: slice | Sequence[int] = slice(None),
+    numerics: Numerics = EXACT,
+) -> Array:
+    """Logits of the next token after each of `tokens`: host ids [R] -> [len(rows), V].
+
+    The tokens continue the sequence (or sequences) in `cache`, which then holds them too; nothing else is changed. The
+    cache must have been made with the visibility of `params.config`. `rows` says of which rows to compute logits: a prefill
+    needs the last only. Raises TokenizerError for an unknown id, UsageError for a cache that this model cannot work with,
+    and CapacityError past the model's positions or the cache's capacity, all before anything is written.
+    """
+    hidden = hidden_states(params, tokens, cache, numerics=numerics)
+    if not isinstance(rows, slice):
+        rows = module_of(hidden).asarray(np.asarray(rows, dtype=np.int64))
+    return unembed(params, hidden[rows], numerics=numerics)
+
+
+def hidden_states(params: LlamaParams, tokens: np.ndarray, cache: Cache | Batch, *, numerics: Numerics = EXACT) -> Array:
+    """The last layer's output before the final norm: ids [R] -> [R, E]. Otherwise as forward()."""
+    config = params.config
+    xp = module_of(params.embedding)
+    tokens = check_tokens(tokens, config.vocab_size)
+    check_visibility(config, cache, len(tokens))
+    positions = cache.extend(len(tokens))
+    if positions.max() >= config.num_positions:
+        raise CapacityError(f"position {positions.max()} is past the model's {config.num_positions} positions (0 is the first)")
+    x = params.embedding[xp.asarray(tokens)]  # [R, E]
+    turn = config.rope.tables(positions, like=x)
+    for layer, block in enumerate(params.blocks):
+        x += _attention(x, block, layer, config, turn, positions, cache, numerics)
+        x += _mlp(x, block, config, numerics)
+    cache.commit()
+    return x
+
+
+def unembed(params: LlamaParams, x: Array, *, numerics: Numerics = EXACT) -> Array:
+    """Hidden states [R, E] -> logits [R, V]."""
+    return linear(rms_norm(x, params.norm, params.config.norm_epsilon), params.head, numerics=numerics)
+
+
+def fast_bound(params: LlamaParams, x: Array) -> Array:
+    """How far the logits of two runs from the hidden states x [R, E] may lie apart when one is fast -> [R, 1].
+
+    The argument is that of nanokv.models.gpt2.fast_bound. A SwiGLU is a product of two sums, so it counts twice: 3 L + 1
+    roundings in place of 2 L + 1.
+    """
+    config = params.config
+    widest = max(config.width, config.num_heads * config.head_dim, config.inner, len(x))
+    unit = np.finfo(x.dtype).eps / 2
+    gamma = widest * unit / (1 - widest * unit)
+    normed = rms_norm(x, params.norm, config.norm_epsilon)
+    size = np.linalg.norm(params.head, axis=-1).max() * np.linalg.norm(normed, axis=-1, keepdims=True)
+    return 2 * (3 * config.num_layers + 1) * gamma * size
+
+
+def check_visibility(config: LlamaConfig, cache: Cache | Batch, rows: int) -> None:
+    """Raises UsageError for a cache in which a layer sees more than the model's window, or positions are not absolute."""
+    for member, _ in members_of(cache, rows):
+        if member.visibility(0).streaming:  # on one layer, it is so on all
+            raise UsageError(
+                "a cache that counts positions inside itself does not work with rotary positions, whose keys are stored "
+                "rotated: leave out the sinks, or use a model with learned positions"
+            )
+        for layer, window in enumerate(config.windows):
+            if window is not None:
+                seen = member.visibility(layer)
+                if seen.window is None or seen.window > window or seen.sinks:
+                    raise UsageError(
+                        f"layer {layer} of the model sees the last {window} keys, but the cache lets it see "
+                        f"{seen.window or 'all'} and {seen.sinks} sinks: make it with the config's visibility()"
+                    )
+
+
+def _attention(
+    x: Array,
+    block: Block,
+    layer: int,
+    config: LlamaConfig,
+    turn: tuple[Array, Array],
+    positions: np.ndarray,
+    cache: Cache | Batch,
+    numerics: Numerics,
+) -> Array:
+    """[R, E] -> [R, E]"""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    h = rms_norm(x, block.attention_norm, config.norm_epsilon)
+    qkv = linear(h, block.qkv_weight, block.qkv_bias, numerics).reshape(len(x), -1, config.head_dim)  # [R, Hq + 2 Hkv, D]
+    q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+    if block.q_norm is not None:
+        q, k = rms_norm(q, block.q_norm, config.norm_epsilon), rms_norm(k, block.k_norm, config.norm_epsilon)
+    q, k = (rotate(each, *turn, config.rope.adjacent) for each in (q, k))
+    mixed = cached_attention(q, k, v, positions, cache, layer, numerics=numerics)
+    return linear(mixed.reshape(len(x), -1), block.output_weight, block.output_bias, numerics)  # [R, Hq D] -> [R, E]
+
+
+def _mlp(x: Array, block: Block, config: LlamaConfig, numerics: Numerics) -> Array:
+    """[R, E] -> [R, I] -> [R, E]"""
+    h = rms_norm(x, block.mlp_norm, config.norm_epsilon)
+    h = swiglu(linear(h, block.gate_up_weight, block.gate_up_bias, numerics))
+    return linear(h, block.down_weight, block.down_bias, numerics)
+
+
+def block_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """The fields of Block that a model of this shape has, and their shapes."""
+    e, i, q, kv = config.width, config.inner, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "attention_norm": (e,), "qkv_weight": (q + 2 * kv, e), "output_weight": (e, q),
+        "mlp_norm": (e,), "gate_up_weight": (2 * i, e), "down_weight": (e, i),
+    }  # fmt: skip
+    if config.qkv_bias:
+        shapes["qkv_bias"] = (q + 2 * kv,)
+    if config.output_bias:
+        shapes["output_bias"] = (e,)
+    if config.mlp_bias:
+        shapes |= {"gate_up_bias": (2 * i,), "down_bias": (e,)}
+    if config.qk_norm:
+        shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+    return shapes
+
+
+def random_params(config: LlamaConfig, seed: int = 0, dtype: type = np.float32, scale: float = 0.02) -> LlamaParams:
+    """Random weights of a shape, for tests and benchmarks: normal with deviation `scale`, norms around one."""
+    rng = np.random.default_rng(seed)
+
+    def normal(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        array = rng.standard_normal(shape, dtype=np.float32)
+        array *= np.float32(scale)
+        array += np.float32(name.endswith("norm"))
+        return array.astype(dtype, copy=False)
+
+    shapes = block_shapes(config)
+    blocks = tuple(Block(**{name: normal(name, shape) for name, shape in shapes.items()}) for _ in range(config.num_layers))
+    table = config.vocab_size, config.width
+    embedding = normal("embedding", table)
+    head = embedding if config.tied_head else normal("head", table)
+    return LlamaParams(config, embedding, blocks, normal("norm", (config.width,)), head)

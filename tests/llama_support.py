@@ -1,0 +1,98 @@
+"""Small Llamas for tests, caches for them, and a second way to compute them."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from nanokv.attention import naive_attention
+from nanokv.kv.contiguous import ContiguousCache
+from nanokv.kv.tile import Visibility
+from nanokv.models.llama import LlamaParams, forward
+from nanokv.models.llama_config import LlamaConfig
+from nanokv.numerics import EXACT, Numerics
+from nanokv.rope import Rope
+from tests.support import poisoned
+
+
+def small_llama(
+    layers: int = 2, heads: int = 4, kv_heads: int = 2, dim: int = 8, positions: int = 420, vocab: int = 61, **more: object
+) -> LlamaConfig:
+    """A width that is not heads times head width, as Qwen3 and Mistral-Nemo have it."""
+    rope = more.pop("rope", None) or Rope(dim)
+    return LlamaConfig(vocab, positions, 24, layers, heads, kv_heads, dim, 40, rope, **more)
+
+
+def cache_for(config: LlamaConfig, capacity: int, dtype: type = np.float32) -> ContiguousCache:
+    """A cache with the model's own windows in which every slot that was never written is NaN."""
+    shape = config.num_layers, config.num_kv_heads, config.head_dim
+    return poisoned(ContiguousCache(*shape, capacity, dtype, visibility=config.visibility()))
+
+
+def run(
+    params: LlamaParams, tokens: np.ndarray, sizes: list[int], cache: ContiguousCache, numerics: Numerics = EXACT
+) -> np.ndarray:
+    """All logits of `tokens` fed in pieces of these sizes, none longer than the cache takes at once."""
+    parts, at = [], 0
+    for size in sizes:
+        while size > 0:
+            step = min(size, cache.max_step or size)
+            parts.append(forward(params, tokens[at : at + step], cache, numerics=numerics))
+            at, size = at + step, size - step
+    assert at == len(tokens)
+    return np.concatenate(parts)
+
+
+def whole(params: LlamaParams, tokens: np.ndarray) -> np.ndarray:
+    """Everything recomputed in a fresh cache."""
+    return run(params, tokens, [len(tokens)], cache_for(params.config, len(tokens), params.dtype.type))
+
+
+def reference(params: LlamaParams, tokens: np.ndarray) -> np.ndarray:
+    """All logits in float64 by other means: whole matrices, rotations as products of complex numbers, one softmax."""
+    config = params.config
+    positions = np.arange(len(tokens))
+    turn = np.exp(1j * positions[:, None] * config.rope.frequencies())[:, None] * config.rope.scaling.attention_factor
+
+    def norm(x, weight):
+        return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config.norm_epsilon) * weight
+
+    def rotated(x):
+        half = config.head_dim // 2
+        a, b = (x[..., ::2], x[..., 1::2]) if config.rope.adjacent else (x[..., :half], x[..., half:])
+        y = (a + 1j * b) * turn
+        return np.stack([y.real, y.imag], axis=-1 if config.rope.adjacent else -2).reshape(x.shape)
+
+    x = params.embedding.astype(np.float64)[tokens]
+    for layer, block in enumerate(params.blocks):
+        qkv = norm(x, block.attention_norm) @ block.qkv_weight.T + (0 if block.qkv_bias is None else block.qkv_bias)
+        parts = np.split(qkv, np.cumsum([config.num_heads, config.num_kv_heads]) * config.head_dim, axis=1)
+        q, k, v = (part.reshape(len(x), -1, config.head_dim) for part in parts)
+        if config.qk_norm:
+            q, k = norm(q, block.q_norm), norm(k, block.k_norm)
+        visibility = Visibility(config.windows[layer] if config.windows else None)
+        mixed = naive_attention(rotated(q), rotated(k), v, positions, visibility=visibility).reshape(len(x), -1)
+        x = x + mixed @ block.output_weight.T + (0 if block.output_bias is None else block.output_bias)
+        both = norm(x, block.mlp_norm) @ block.gate_up_weight.T + (0 if block.gate_up_bias is None else block.gate_up_bias)
+        gate, up = np.split(both, 2, axis=1)
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ block.down_weight.T + (0 if block.down_bias is None else block.down_bias)
+    return norm(x, params.norm) @ params.head.T
+
+
+def adjacent(params: LlamaParams) -> LlamaParams:
+    """The same model with the rows of queries and keys in the other rotary layout: planes side by side."""
+    config = params.config
+    turned, dim = (config.num_heads + config.num_kv_heads) * config.head_dim, config.head_dim
+
+    def reorder(rows, end):
+        moved = rows.copy()
+        moved[:end] = rows[:end].reshape(-1, 2, dim // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows[:end].shape)
+        return moved
+
+    def each(block):
+        bias = None if block.qkv_bias is None else reorder(block.qkv_bias, turned)
+        norms = [None if each is None else reorder(each, dim) for each in (block.q_norm, block.k_norm)]
+        weight = reorder(block.qkv_weight, turned)
+        return replace(block, qkv_weight=weight, qkv_bias=bias, q_norm=norms[0], k_norm=norms[1])
+
+    rope = replace(config.rope, adjacent=True)
+    return replace(params, config=replace(config, rope=rope), blocks=tuple(map(each, params.blocks)))
