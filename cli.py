@@ -11,6 +11,7 @@ from nanokv import __version__
 from nanokv.commands.bench import bench
 from nanokv.commands.check import check
 from nanokv.commands.generate import generate
+from nanokv.commands.replay import replay
 from nanokv.commands.simulate import simulate
 from nanokv.commands.size import size
 from nanokv.errors import NanoKVError
@@ -47,7 +48,7 @@ def main() -> None:
     """
 
 
-for command in (generate, bench, simulate, check, size):
+for command in (generate, bench, simulate, check, size, replay):
     main.add_command(command)
 
 if __name__ == "__main__":

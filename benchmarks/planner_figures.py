@@ -1,22 +1,32 @@
 """Published figures of KV memory beside what the planner computes: the table in docs/planner.md.
 
 python -m benchmarks.planner_figures                        prints the table; exit code 1 if a figure is missed
+python -m benchmarks.planner_figures --traces DIR           the figures of the replay, from public traces in DIR
 python -m benchmarks.planner_figures --write-configs DIR    writes the config.json files that the page uses
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
+from nanokv.errors import UsageError
+from sim.gpus import get_gpu
 from sim.planner.capacity import first_token_bytes, max_tokens, need, pool_tokens
 from sim.planner.geometry import geometry_from_config
 from sim.planner.kv_formats import kv_format
 from sim.planner.layers import Geometry
+from sim.planner.model import Model
 from sim.planner.parameters import count_parameters
+from sim.planner.plan import split_budget
+from sim.planner.replay import Limits
+from sim.planner.replay_report import useful_share
+from sim.planner.server import Policy, Server, build_server, replay_all
+from sim.planner.traces import Trace, read_trace
+from sim.planner.weights_size import from_parameters
 
 GIB = 1 << 30
 CONFIGS = Path(__file__).with_name("planner_configs.json")
@@ -134,6 +144,74 @@ def figures() -> Iterator[Figure]:
         )
 
 
+def trace_figures(traces: Path) -> Iterator[Figure]:
+    """What the Mooncake traces say of themselves: rows, block ids, different ones, and an infinite cache's hits."""
+    for name, requests, ids, unique, rate in (
+        ("conversation", 12_031, 288_500, 182_790, 0.3664),
+        ("synthetic", 3_993, 121_877, 43_924, 0.6396),
+    ):
+        trace = read_trace(_trace(traces, f"{name}_trace.jsonl"))
+        sharing = trace.sharing()
+        if sharing is None:
+            raise UsageError(f"{name}_trace.jsonl names no prefixes")
+        what, source = f"Mooncake {name}", "the trace's rows"
+        yield Figure(f"{what}, requests", source, f"{requests:,}", len(trace.requests), requests)
+        yield Figure(f"{what}, block ids", source, f"{ids:,}", sharing.blocks, ids)
+        yield Figure(f"{what}, different ids", source, f"{unique:,}", sharing.unique, unique)
+        yield Figure(f"{what}, hits of an infinite cache", "1 - different / all", f"{rate:.2%}", sharing.hit_rate, rate, 5e-5)
+
+
+# Kwon et al. 2023 (arXiv 2309.06180), figure 2: token states over KV memory; None where no figure is known here.
+PAPER: tuple[tuple[Policy, float | None], ...] = (
+    (Policy("max"), 20.4),
+    (Policy("pow2"), None),
+    (Policy("oracle"), 38.2),
+    (Policy("paged", 16), 96.3),
+)
+
+
+def paper_server() -> Server:
+    """The paper's: OPT-13B in float16 on an A100 of 40 GB, 12 GiB of it for K and V (table 1), 2,048 positions."""
+    weights = from_parameters(13_000_000_000, "float16", "stated parameters")
+    model = Model("opt-13b", geometry_from_config(published_configs()["facebook/opt-13b"]["config"]), weights)
+    gpu = get_gpu("a100-40")
+    budget = split_budget(gpu.memory, 0.9, weights.total, 0, 1)
+    return build_server(model, gpu, kv_format("float16"), budget, Limits(8192, 256, 2048), kv_bytes=12 * GIB)
+
+
+def useful_shares(traces: Path) -> list[list[float]]:
+    """Token states over memory in use, in per cent: a row for each policy of PAPER, and in it the Azure conversation trace
+    with a buddy allocator, with first fit, and with prompts and outputs exchanged."""
+    azure = read_trace(_trace(traces, "AzureLLMInferenceTrace_conv.csv"))
+    exchanged = replace(azure, requests=tuple(replace(each, prompt=each.output, output=each.prompt) for each in azure.requests))
+    server = paper_server()
+
+    def column(trace: Trace, allocator: str) -> list[float]:
+        ways = [replace(policy, allocator=allocator) for policy, _ in PAPER]
+        return [100 * useful_share(outcome) for outcome in replay_all(trace, server, ways)]
+
+    columns = column(azure, "buddy"), column(azure, "first-fit"), column(exchanged, "buddy")
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def useful_table(traces: Path) -> list[str]:
+    """Markdown: the paper's shares beside the replay's."""
+    out = ["| reservation | paper, ShareGPT | Azure conversation | first fit | prompts and outputs exchanged |"]
+    out.append("|---|---:|---:|---:|---:|")
+    for (policy, printed), row in zip(PAPER, useful_shares(traces), strict=True):
+        paper = "" if printed is None else f"{printed}%"
+        out.append(f"| {policy.label} | {paper} | {' | '.join(f'{share:.1f}%' for share in row)} |")
+    return out
+
+
+def _trace(folder: Path, name: str) -> Path:
+    """The file of that name in the folder or below it; UsageError where there is none."""
+    found = next(iter(sorted(folder.rglob(name))), None)
+    if found is None:
+        raise UsageError(f"{folder} has no {name}")
+    return found
+
+
 def table(rows: list[Figure]) -> list[str]:
     """Markdown. A figure that is met within the rounding of what was printed says by how much that is."""
     out = ["| what | source | published | computed | |", "|---|---|---:|---:|---|"]
@@ -148,15 +226,18 @@ def table(rows: list[Figure]) -> list[str]:
 @click.option(
     "--write-configs", type=click.Path(file_okay=False, path_type=Path), help="Write the config.json files here instead."
 )
-def main(write_configs: Path | None) -> None:
+@click.option("--traces", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Public traces to replay.")
+def main(write_configs: Path | None, traces: Path | None) -> None:
     """Published figures of KV memory beside the planner's."""
     if write_configs:
         write_configs.mkdir(parents=True, exist_ok=True)
         for name, row in published_configs().items():
             (write_configs / f"{name.split('/')[-1]}.json").write_text(json.dumps(row["config"], indent=1), encoding="utf-8")
         return
-    rows = list(figures())
+    rows = list(trace_figures(traces) if traces else figures())
     click.echo("\n".join(table(rows)))
+    if traces:
+        click.echo("\n".join(["", *useful_table(traces)]))
     raise SystemExit(0 if all(row.met for row in rows) else 1)
 
 

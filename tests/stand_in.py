@@ -114,7 +114,8 @@ DeviceArray.__neg__ = lambda self: DeviceArray(-self.data)
 
 # name: keywords that the runtime uses; tests/test_backend.py holds both against CuPy itself and against the sources
 FUNCTIONS: dict[str, tuple[str, ...]] = {
-    "abs": (), "clip": (), "divide": ("out",), "minimum": (), "exp": ("out",), "maximum": (), "sign": (), "sqrt": (), "tanh": ("out",), "where": (),
+    "abs": (), "clip": (), "divide": ("out",), "minimum": (), "exp": ("out",), "maximum": (), "sign": (), "sqrt": (),
+    "tanh": ("out",), "where": (),
     "matmul": ("out",), "repeat": ("axis",), "sum": ("axis", "keepdims"), "copyto": ("where",), "empty": ("dtype",),
     "concatenate": ("axis",), "stack": ("axis",), "take": ("axis",), "rint": (), "asarray": (), "zeros": ("dtype",),
     "is_available": (),
