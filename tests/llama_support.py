@@ -1,4 +1,4 @@
-"""Small Llamas for tests, caches for them, and a second way to compute them."""
+"""Small Llamas and their tokenizer files for tests, caches for them, and a second way to compute them."""
 
 from dataclasses import replace
 
@@ -11,6 +11,7 @@ from nanokv.models.llama import LlamaParams, forward
 from nanokv.models.llama_config import LlamaConfig
 from nanokv.numerics import EXACT, Numerics
 from nanokv.rope import Rope
+from nanokv.tokenizer import byte_alphabet
 from tests.support import poisoned
 
 
@@ -96,3 +97,39 @@ def adjacent(params: LlamaParams) -> LlamaParams:
 
     rope = replace(config.rope, adjacent=True)
     return replace(params, config=replace(config, rope=rope), blocks=tuple(map(each, params.blocks)))
+
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)  # fmt: skip
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+SPLIT = {"type": "Split", "pattern": {"Regex": LLAMA3}, "behavior": "Isolated", "invert": False}
+
+
+def added(name: str, index: int, special: bool = True, **flags: bool) -> dict[str, object]:
+    return {"id": index, "content": name, "special": special, "single_word": False, "lstrip": False, "rstrip": False,
+            "normalized": False, **flags}  # fmt: skip
+
+
+def template(*parts: str) -> dict[str, object]:
+    single = [
+        {"SpecialToken": {"id": p, "type_id": 0}} if p != "$A" else {"Sequence": {"id": "A", "type_id": 0}} for p in parts
+    ]
+    named = {p: {"id": p, "ids": [0], "tokens": [p]} for p in parts if p != "$A"}
+    return {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": named}
+
+
+def byte_level(vocab, merges, **more):
+    """Llama 3's kind of file."""
+    return {
+        "version": "1.0", "added_tokens": [added("<|begin|>", 900), added("<|end|>", 901), added("<tool>", 902, special=False)],
+        "normalizer": None, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPLIT, BYTE_LEVEL]},
+        "post_processor": {"type": "Sequence", "processors": [BYTE_LEVEL, template("<|begin|>", "$A")]}, "decoder": BYTE_LEVEL,
+        "model": {"type": "BPE", "unk_token": None, "byte_fallback": False, "ignore_merges": True, "vocab": vocab,
+                  "merges": merges},
+        **more,
+    }  # fmt: skip
+
+
+def small_vocab():
+    return {char: index for index, char in enumerate([*byte_alphabet(), "ab"])}

@@ -10,43 +10,12 @@ from hypothesis import strategies as st
 from nanokv.errors import TokenizerError
 from nanokv.tokenizer import Tokenizer, TokenStream, byte_alphabet
 from nanokv.tokenizer_json import read_tokenizer_json
+from tests.llama_support import BYTE_LEVEL, added, byte_level, small_vocab, template
 from tests.support import data
 from weights.gguf_header import read_header
 from weights.gguf_tokenizer import read_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
-
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)  # fmt: skip
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-SPLIT = {"type": "Split", "pattern": {"Regex": LLAMA3}, "behavior": "Isolated", "invert": False}
-
-
-def added(name: str, index: int, special: bool = True, **flags: bool) -> dict[str, object]:
-    return {"id": index, "content": name, "special": special, "single_word": False, "lstrip": False, "rstrip": False,
-            "normalized": False, **flags}  # fmt: skip
-
-
-def template(*parts: str) -> dict[str, object]:
-    single = [
-        {"SpecialToken": {"id": p, "type_id": 0}} if p != "$A" else {"Sequence": {"id": "A", "type_id": 0}} for p in parts
-    ]
-    named = {p: {"id": p, "ids": [0], "tokens": [p]} for p in parts if p != "$A"}
-    return {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": named}
-
-
-def byte_level(vocab, merges, **more):
-    """Llama 3's kind of file."""
-    return {
-        "version": "1.0", "added_tokens": [added("<|begin|>", 900), added("<|end|>", 901), added("<tool>", 902, special=False)],
-        "normalizer": None, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPLIT, BYTE_LEVEL]},
-        "post_processor": {"type": "Sequence", "processors": [BYTE_LEVEL, template("<|begin|>", "$A")]}, "decoder": BYTE_LEVEL,
-        "model": {"type": "BPE", "unk_token": None, "byte_fallback": False, "ignore_merges": True, "vocab": vocab,
-                  "merges": merges},
-        **more,
-    }  # fmt: skip
-
 
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab"]
 
@@ -75,10 +44,6 @@ def load(path, raw):
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "tokenizer.json"
-
-
-def small_vocab():
-    return {char: index for index, char in enumerate([*byte_alphabet(), "ab"])}
 
 
 @cache

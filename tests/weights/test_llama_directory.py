@@ -7,8 +7,7 @@ import pytest
 from nanokv.backend import NUMPY
 from nanokv.errors import CheckpointError, ConfigError, TokenizerError
 from nanokv.models.llama import random_params
-from tests.llama_support import small_llama
-from tests.test_tokenizer_json import byte_level, small_vocab
+from tests.llama_support import byte_level, small_llama, small_vocab
 from tests.weights.files import shard, stored, write_safetensors
 from tests.weights.llama_files import assert_same_llama, config_json, hf_arrays
 from weights.llama_directory import load_llama_directory
