@@ -5,7 +5,7 @@ that old files store as buffers. Anything else is an error before a byte of weig
 """
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +13,12 @@ from nanokv.backend import Array, Backend
 from nanokv.errors import CheckpointError
 from nanokv.models.config import GPT2Config
 from nanokv.models.gpt2 import Block, GPT2Params
+from weights.names import some, without_prefix
 from weights.tensors import StoredTensor
 
 PREFIX = "transformer."  # files saved from GPT2LMHeadModel have it, files saved from GPT2Model do not
 EMBEDDING = "wte.weight"
 HEAD = "lm_head.weight"
-SHOWN = 4  # names in a message
 
 # Block's fields: the name of each in the file and its shape there. Matrices are Conv1D's, stored [in, out].
 # E width, I inner width, S = (Hq + 2 Hkv) D.
@@ -47,7 +47,7 @@ def read_gpt2(tensors: Mapping[str, StoredTensor], config: GPT2Config, dtype: st
     are stored and differ, both are used, with a warning, as transformers 5 does; `params.config` then says untied.
     Raises CheckpointError, which names the tensor, for anything missing, unknown, of another shape or not a float.
     """
-    tensors = _by_plain_name(tensors)
+    tensors = without_prefix(tensors, PREFIX)
     shapes = tensor_shapes(config)
     _check_names(tensors, shapes, config, where)
     for name, shape in shapes.items():
@@ -84,34 +84,17 @@ def tensor_shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
     return {name: tuple(size[letter] for letter in shape) for name, shape in letters.items()}
 
 
-def _by_plain_name(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Names without the prefix; one tensor under two names is an error."""
-    plain: dict[str, StoredTensor] = {}
-    for name, tensor in tensors.items():
-        if (short := name.removeprefix(PREFIX)) in plain:
-            raise CheckpointError(f"{tensor} is there twice, with and without {PREFIX!r}")
-        plain[short] = tensor
-    return plain
-
-
 def _check_names(
     tensors: dict[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], config: GPT2Config, where: Path
 ) -> None:
     """No unknown name, none missing. A tied model's embedding and head then both have an entry, the same if one is stored."""
     masks = {f"h.{layer}.{name}" for layer in range(config.num_layers) for name in MASKS}
     if unknown := [name for name in tensors if name not in shapes and name not in masks]:
-        raise CheckpointError(f"{where} holds tensors that a GPT-2 of its config.json does not have: {_some(unknown)}")
+        raise CheckpointError(f"{where} holds tensors that a GPT-2 of its config.json does not have: {some(unknown)}")
     if config.tied_head and (stored := tensors.get(EMBEDDING) or tensors.get(HEAD)):
         tensors.setdefault(EMBEDDING, stored)
         tensors.setdefault(HEAD, stored)
     if HEAD not in tensors and EMBEDDING in tensors:
         raise CheckpointError(f"{where} holds no {HEAD}, and its config.json says that tie_word_embeddings is false")
     if missing := [name for name in shapes if name not in tensors]:
-        raise CheckpointError(f"{where} lacks tensors that its config.json asks for: {_some(missing)}")
-
-
-def _some(names: Iterable[str]) -> str:
-    """The first few names and how many more there are."""
-    listed = list(names)
-    more = f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
-    return ", ".join(listed[:SHOWN]) + more
+        raise CheckpointError(f"{where} lacks tensors that its config.json asks for: {some(missing)}")

@@ -23,8 +23,6 @@ class ContiguousCache:
     uninitialised ever reaches attention. `visibility` is one for all layers, or one for each.
     """
 
-    kind = "contiguous"
-
     def __init__(
         self,
         num_layers: int,

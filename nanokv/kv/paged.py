@@ -83,8 +83,6 @@ class _Place:
 class PagedCache:
     """One sequence of a pool."""
 
-    kind = "paged"
-
     def __init__(self, pool: PagedPool):
         self.pool = pool
         self.block_table: list[int] = []  # the null block where a window has dropped one
