@@ -14,11 +14,7 @@ END = "<|endoftext|>"
 MIX = {  # file: how often its documents stand in the mix
     "tinystories_dedup.txt.gz": 3,
     "sgd_dialogues.txt.gz": 1,
-    "chatterbot_english.txt.gz": 12,
-    "fairytaleqa_278_stories.txt.gz": 1,
-    "andersen_en.txt.gz": 1,
-    "lang_grimm_tales.txt.gz": 1,
-    "aesop_for_children.txt.gz": 1,
+    "chatterbot_english.txt.gz": 1,
 }
 GREETINGS = 2400
 # The tokenizer's 4,096 entries have no curly quotes: each would be three bytes, three tokens.

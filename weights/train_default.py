@@ -7,9 +7,11 @@
 and encoder.json. The tokenizer is the head of GPT-2's own byte-pair encoding: its 256 bytes, its first 3,839 merges, and
 <|endoftext|> last. About 10,000 tokens a second on two cores: some 75 minutes.
 
-Two departures from a plain next-token recipe, both for what the model is used for here. A quarter of the batches are 512
-tokens long, so that every learned position is trained though most batches are short and fast. A third of the rows begin
-where a document begins, since a prompt does too and GPT-2's convention puts no token before it.
+Four departures from a plain next-token recipe. A quarter of the batches are 512 tokens long, so that every learned position
+is trained though most batches are short and fast. A third of the rows begin where a document begins, since a prompt does too
+and GPT-2's convention puts no token before it. The blocks' matrices follow Muon (Jordan et al. 2024, as torch.optim has it),
+which after 250 steps was 0.2 nats ahead of AdamW at the same cost. The texts are few and seen often: without dropout the loss
+on stories that were trained on fell 0.4 nats below that on stories that were not.
 """
 
 import argparse
@@ -29,6 +31,8 @@ from nanokv.tokenizer import Tokenizer
 from weights.corpora import END, documents, held_out
 
 VOCAB, LAYERS, WIDTH, HEADS, POSITIONS = 4096, 6, 192, 6, 512
+DROPOUT = 0.1
+MATRIX_RATE, RATE = 4e-3, 2e-3  # of the blocks' matrices, by Muon, and of everything else, by AdamW
 
 
 def write_tokenizer(bpe: Path, out: Path) -> Tokenizer:
@@ -47,13 +51,14 @@ class Block(nn.Module):
         self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.c_fc, self.c_out = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(DROPOUT)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, _ = x.shape
         q, k, v = (a.view(b, t, HEADS, -1).transpose(1, 2) for a in self.c_attn(self.ln_1(x)).split(WIDTH, -1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.c_proj(mixed.transpose(1, 2).reshape(b, t, WIDTH))
-        return x + self.c_out(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
+        x = x + self.drop(self.c_proj(mixed.transpose(1, 2).reshape(b, t, WIDTH)))
+        return x + self.drop(self.c_out(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh")))
 
 
 class Model(nn.Module):
@@ -61,7 +66,7 @@ class Model(nn.Module):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(VOCAB, WIDTH), nn.Embedding(POSITIONS, WIDTH)
         self.h = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.ln_f = nn.LayerNorm(WIDTH)
+        self.ln_f, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(DROPOUT)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 residual = name.endswith(("c_proj.weight", "c_out.weight"))
@@ -70,7 +75,7 @@ class Model(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
+        x = self.drop(self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1])))
         for block in self.h:
             x = block(x)
         return F.linear(self.ln_f(x), self.wte.weight)
@@ -85,16 +90,20 @@ def loss_of(model: Model, tokens: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def validate(model: Model, stream: torch.Tensor) -> float:
     """Mean nats a token over the held-out stream, in float32, in windows of all positions that do not overlap."""
+    model.eval()
     windows = stream[: (len(stream) - 1) // POSITIONS * POSITIONS + 1].unfold(0, POSITIONS + 1, POSITIONS)
     losses = [F.cross_entropy(model(w[:, :-1]).flatten(0, 1), w[:, 1:].flatten()) * len(w) for w in windows.split(16)]
+    model.train()
     return float(sum(losses)) / len(windows)
 
 
 @torch.no_grad()
 def sample(model: Model, tokenizer: Tokenizer, prompt: str, count: int = 60) -> str:
+    model.eval()
     tokens = tokenizer.encode(prompt)
     while len(tokens) < count and tokens[-1] != VOCAB - 1:
         tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    model.train()
     return tokenizer.decode(tokens)
 
 
@@ -125,7 +134,7 @@ def main() -> None:
     parser.add_argument("--corpora", type=Path, required=True)
     parser.add_argument("--bpe", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=4400)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -146,25 +155,32 @@ def main() -> None:
     print(f"{len(texts):,} documents, {len(train):,} training tokens, {len(valid):,} held out", flush=True)
 
     model = Model()
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    vectors = [p for p in model.parameters() if p.ndim != 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.95), fused=True)
+    matrices = [p for p in model.h.parameters() if p.ndim == 2]
+    groups = [
+        {"params": [model.wte.weight, model.wpe.weight], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=MATRIX_RATE, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), fused=True),
+    ]
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     begin, seen = time.time(), 0
     for step in range(args.steps):
-        rate = 2e-3 * min(1, (step + 1) / 200) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / args.steps)))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        share = min(1, (step + 1) / 200) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / args.steps)))
+        for optimizer, rate in zip(optimizers, (MATRIX_RATE, RATE), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * share
         rows, length = (12, POSITIONS) if rng.random() < 0.25 else (32, 192)
         at = rng.integers(0, len(train) - length - 1, rows)
         aligned = rng.choice(starts[starts < len(train) - length - 1], rows)
         at = np.where(rng.random(rows) < 1 / 3, aligned, at)
         loss = loss_of(model, torch.stack([train[a : a + length + 1] for a in at]))
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         seen += rows * length
         if step % 50 == 0:
             print(f"step {step:5} loss {loss.item():.3f} {seen / (time.time() - begin):.0f} tokens/s", flush=True)
