@@ -65,7 +65,7 @@ def card(shape: Shape, gpu: GPU) -> str:
         f"{gpu.name}: HBM {decimal(gpu.bandwidth)}/s, {decimal(rate, COUNT_UNITS)}FLOP/s {shape.dtype.name}, "
         f"SRAM {gpu.sram // KIB} KB a block ({gpu.sram_total / MIB:.1f} MB in all){l2}"
     )
-    kv = f", K and V {shape.kv.name}" if shape.kv != shape.dtype else ""
+    kv = f", K and V {shape.kv.name}" if shape.kv.bare != shape.dtype else ""
     masks = ("causal" if shape.causal else "not causal") + (f", window {shape.window}" if shape.window else "")
     queries = f"{shape.rows} queries x {shape.seq} keys"
     heads = f"{shape.heads} heads over {shape.num_kv_heads} kv heads of {shape.head_dim}"
@@ -155,7 +155,7 @@ def notes(simulation: Simulation) -> list[str]:
     closed = [result.name for result in simulation.results.values() if not result.looped]
     if closed:
         lines.append(f"closed form in place of the loop: {', '.join(closed)}")
-    lines += [f"left out: {reason}" for reason in simulation.left_out.values()]
+    lines += [f"{name} is left out: {reason}" for name, reason in simulation.left_out.items()]
     return lines
 
 

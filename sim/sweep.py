@@ -79,8 +79,9 @@ def _place(labels: Mapping[str, str], shape: Shape, gpu: GPU, tile: TileSize | N
     changes: dict[str, Any] = {name: int(value) for name, value in labels.items() if name in NUMBERS}
     changes |= {name: get_format(labels[name]) for name in ("dtype", "kv_dtype") if name in labels}
     # A field that was left to follow another follows its new value.
+    given = shape.as_dict()
     for follower, leader in (("q_len", "seq"), ("kv_heads", "heads"), ("kv_dtype", "dtype")):
-        if leader in changes and follower not in changes and getattr(shape, follower) == getattr(shape, leader):
+        if leader in changes and follower not in changes and given[follower] == given[leader]:
             changes[follower] = None
     return (
         replace(shape, **changes),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.option("--causal/--no-causal", default=True, show_default=True, help="Whether later keys are hidden.")
 @click.option("--window", type=int, help="Only the last WINDOW keys are seen, the query's own included.")
 @click.option("--dtype", default="float16", show_default=True, help="Of Q, O, scores: float32, float16, bfloat16, fp8, int8.")
-@click.option("--kv-dtype", help="Of K and V, int4 too; scales are counted apart.  [default: as --dtype]")
+@click.option("--kv-dtype", help="Of K and V, fp8_scaled and int4 too; scales are counted apart.  [default: as --dtype]")
 @click.option("--algorithm", "algorithms", multiple=True, help="Only this one; may be repeated.  [default: all that apply]")
 @click.option("--backward", is_flag=True, help="The backward passes too.")
 @click.option("--mask", is_flag=True, help="naive: masking is a kernel of its own.")
@@ -170,14 +170,14 @@ def _print(found: "Simulation", per_tensor: bool, as_json: bool, as_csv: bool) -
 
 def _simulate_model(path: Path, gpu: "GPU", shape: "Shape", weights: str,
                     algorithms: tuple[str, ...], as_json: bool) -> None:  # fmt: skip
-    from sim.formats import get_format
+    from sim.formats import get_format, of_weights
     from sim.report import model_report, print_report
     from sim.transformer import read_decoder, simulate_model, steps_as_dict
 
     if set(algorithms) - {"naive"}:
         raise UsageError("--model runs tiled attention; --algorithm naive runs the separate kernels instead")
     decoder = read_decoder(path)
-    form = get_format(weights)
+    form = of_weights(get_format(weights))
     steps = simulate_model(decoder, gpu, shape, form, naive=bool(algorithms))
     if as_json:
         click.echo(json.dumps(steps_as_dict(decoder, gpu, shape, steps)))
