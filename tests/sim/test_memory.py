@@ -107,8 +107,10 @@ def test_a_tile_larger_than_the_cache_goes_past_it() -> None:
     assert moved == Moved(hbm_read=202, hbm_write=202)
 
 
-@pytest.mark.parametrize(("name", "columns", "codes", "scales"), [("int4", 33, 17, 16), ("int8", 33, 33, 4), ("fp16", 33, 66, 0),
-                                                                  ("bf16", 8, 16, 0), ("int4", 128, 64, 32)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "columns", "codes", "scales"),
+    [("int4", 33, 17, 16), ("int8", 33, 33, 4), ("fp16", 33, 66, 0), ("bf16", 8, 16, 0), ("int4", 128, 64, 32)],
+)
 def test_bytes_of_a_row(name: str, columns: int, codes: int, scales: int) -> None:
     form = get_format(name)
     assert (form.row_bytes(columns), form.scale_bytes(columns)) == (codes, scales)
