@@ -2,6 +2,7 @@
 
 import csv
 import io
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -67,7 +68,7 @@ def card(shape: Shape, gpu: GPU) -> str:
     )
     kv = f", K and V {shape.kv.name}" if shape.kv.bare != shape.dtype else ""
     masks = ("causal" if shape.causal else "not causal") + (f", window {shape.window}" if shape.window else "")
-    queries = f"{shape.rows} queries x {shape.seq} keys"
+    queries = f"{shape.rows} {'query' if shape.rows == 1 else 'queries'} x {shape.seq} keys"
     heads = f"{shape.heads} heads over {shape.num_kv_heads} kv heads of {shape.head_dim}"
     return f"{machine}\n{queries}, batch {shape.batch}, {heads}, {masks}, {shape.dtype.name}{kv}"
 
@@ -245,8 +246,11 @@ def gpu_table() -> Table:
 
 
 def gpu_sources() -> str:
-    """Where each preset's numbers are from, a line each."""
-    return "\n".join(f"{gpu.name}: {gpu.source}" for gpu in PRESETS.values())
+    """Where each preset's numbers are from."""
+    return "\n".join(
+        textwrap.fill(f"{gpu.name}: {gpu.source}", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+        for gpu in PRESETS.values()
+    )
 
 
 def model_report(model: Decoder, gpu: GPU, shape: Shape, weights: str, steps: Mapping[str, Step]) -> Group:
