@@ -84,7 +84,8 @@ PRESETS: dict[str, GPU] = {
         _gpu("h100", 80 * GIB, 3350, 132, _SM90, 50, _HOPPER, _AIC + " (H100 SXM; the PCIe card has 2000 GB/s, 756 TF)"),
         _gpu("h200", 141 * GB, 4800, 132, _SM90, 50, _HOPPER, _AIC + " (H200 SXM)"),
         _gpu("b200", 180 * GIB, 8000, 148, _SM90, 126, _rates(2250, fp8=4500, int8=4500),
-             _AIC + "; bandwidth is NVIDIA's 8 TB/s (AIConfigurator and the HGX sheet have 7700); no float32: NVIDIA's papers disagree"),
+             _AIC + "; bandwidth is NVIDIA's 8 TB/s (AIConfigurator and the HGX sheet have 7700); no float32 rate: NVIDIA's"
+             " papers disagree"),
         _gpu("l4", 24 * GB, 300, 58, _SM86, 48, _rates(121, float32=30.3, fp8=242.5, int8=242.5), _NVIDIA + " (L4)"),
         _gpu("l40s", 46068 * MIB, 864, 142, _SM86, 96, _rates(362.05, float32=91.6, fp8=733, int8=733), _AIC + " (L40S)"),
         _gpu("rtx-4090", 24 * GB, 1008, 128, _SM86, 72, _rates(165.2, float32=82.6),

@@ -2,13 +2,13 @@
 middle) and bytes against sequence length. Needs matplotlib (the plot extra)."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nanokv.errors import NanoKVError, UsageError
+from sim.report import queries
 from sim.run import Simulation, count
 from sim.schedules import get_schedule
 from sim.schedules.base import TileSizeError
@@ -36,7 +36,7 @@ def draw(simulation: Simulation, path: Path, options: dict[str, Any]) -> None:
     left, middle, right = figure.subplots(1, 3)
     shape, gpu = simulation.shape, simulation.gpu
     figure.suptitle(
-        f"{gpu.name}, {shape.rows} {'query' if shape.rows == 1 else 'queries'} x {shape.seq} keys, batch {shape.batch}, {shape.heads}/{shape.num_kv_heads} heads "
+        f"{gpu.name}, {queries(shape)}, batch {shape.batch}, {shape.heads}/{shape.num_kv_heads} heads "
         f"of {shape.head_dim}, {shape.dtype.name}{', causal' if shape.causal else ''}"
     )
     _roofline(left, simulation)
@@ -67,7 +67,7 @@ def _roofline(axes: Any, simulation: Simulation) -> None:
 
 
 def _against_tile(axes: Any, simulation: Simulation, options: dict[str, Any]) -> None:
-    """A missing point is a tile that does not fit. Two points say nothing of a shape: bytes are on a linear axis."""
+    """Where a line ends tiles no longer fit. Two points say nothing of a shape: bytes are on a linear axis."""
 
     def at(name: str, size: int) -> int:
         rows = min(size, simulation.shape.head_dim) if name.startswith("flash1") else size  # Algorithm 1: Br = min(Bc, D)
@@ -76,22 +76,7 @@ def _against_tile(axes: Any, simulation: Simulation, options: dict[str, Any]) ->
     _lines(axes, simulation, TILES, at)
     axes.set_xscale("log", base=2)
     axes.set_xticks(TILES, [str(size) for size in TILES])
-    axes.set(
-        xlabel="keys a tile, and as many rows (flash1: at most D); missing where it does not fit",
-        title="HBM bytes against tile size",
-        ylim=(0, None),
-    )
-    _finish(axes)
-
-
-def _against_sequence(axes: Any, simulation: Simulation, options: dict[str, Any]) -> None:
-    def at(name: str, seq: int) -> int:
-        decode = simulation.shape.rows == 1
-        shape = replace(simulation.shape, seq=seq, q_len=1 if decode else seq)
-        return _bytes(simulation, name, shape, simulation.results[name].tile, options)
-
-    _lines(axes, simulation, SEQUENCES, at)
-    axes.set_xscale("log", base=2)
+    axes.set(xlabel="keys a tile, and as many rows (flash1: at most D)", base=2)
     axes.set_yscale("log")
     axes.set(xlabel="sequence length", title="HBM bytes against sequence length")
     _finish(axes)

@@ -58,6 +58,11 @@ def _table() -> Table:
     return Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
 
 
+def queries(shape: Shape) -> str:
+    """1 query x 4096 keys."""
+    return f"{shape.rows} {'query' if shape.rows == 1 else 'queries'} x {shape.seq} keys"
+
+
 def card(shape: Shape, gpu: GPU) -> str:
     """The machine and the shape, in two lines."""
     l2 = f", L2 {gpu.l2 // MIB} MB" if gpu.l2 else ""
@@ -68,9 +73,8 @@ def card(shape: Shape, gpu: GPU) -> str:
     )
     kv = f", K and V {shape.kv.name}" if shape.kv.bare != shape.dtype else ""
     masks = ("causal" if shape.causal else "not causal") + (f", window {shape.window}" if shape.window else "")
-    queries = f"{shape.rows} {'query' if shape.rows == 1 else 'queries'} x {shape.seq} keys"
     heads = f"{shape.heads} heads over {shape.num_kv_heads} kv heads of {shape.head_dim}"
-    return f"{machine}\n{queries}, batch {shape.batch}, {heads}, {masks}, {shape.dtype.name}{kv}"
+    return f"{machine}\n{queries(shape)}, batch {shape.batch}, {heads}, {masks}, {shape.dtype.name}{kv}"
 
 
 def simulation_report(simulation: Simulation, per_tensor: bool = False) -> Group:

@@ -52,7 +52,7 @@ def test_known_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "lanes", "gigahertz", "products", "tensor_gigahertz"),
+    ("name", "lanes", "gigahertz", "products", "boost"),
     [
         ("a100-40", 64, 1.41, 1024, 1.41),
         ("a100-80", 64, 1.41, 1024, 1.41),
@@ -67,13 +67,11 @@ def test_known_numbers() -> None:
         ("mi300x", 128, 2.1, 1024, 2.1),
     ],
 )
-def test_rates_follow_from_units_and_boost_clock(
-    name: str, lanes: int, gigahertz: float, products: int, tensor_gigahertz: float
-) -> None:
-    """Two operations a clock for each float32 lane and each 16-bit product of a multiprocessor; vendors print three digits."""
+def test_rates_follow_from_units_and_clock(name: str, lanes: int, gigahertz: float, products: int, boost: float) -> None:
+    """Two operations a clock for each float32 lane and 16-bit product of a multiprocessor; vendors print two or three digits."""
     gpu = get_gpu(name)
-    assert gpu.rate("float32") == pytest.approx(2 * lanes * gpu.multiprocessors * gigahertz * 1e9, rel=5e-3)
-    assert gpu.rate("float16") == pytest.approx(2 * products * gpu.multiprocessors * tensor_gigahertz * 1e9, rel=5e-3)
+    assert gpu.rate("float32") == pytest.approx(2 * lanes * gpu.multiprocessors * gigahertz * 1e9, rel=1e-2)
+    assert gpu.rate("float16") == pytest.approx(2 * products * gpu.multiprocessors * boost * 1e9, rel=1e-2)
 
 
 def test_eight_bits_are_twice_sixteen() -> None:
