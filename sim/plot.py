@@ -2,6 +2,7 @@
 middle) and bytes against sequence length. Needs matplotlib (the plot extra)."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from sim.shape import Shape, TileSize
 TILES = (16, 32, 64, 128, 256, 512)
 SEQUENCES = tuple(1 << power for power in range(8, 21))
 MARKERS = "os^Dvp*hX<"  # one for each algorithm
-HOLLOW = {"fillstyle": "none", "markersize": 9}  # algorithms that cost the same lie on each other
+HOLLOW: dict[str, Any] = {"fillstyle": "none", "markersize": 9}  # algorithms that cost the same lie on each other
 
 
 def require_matplotlib() -> None:
@@ -67,7 +68,7 @@ def _roofline(axes: Any, simulation: Simulation) -> None:
 
 
 def _against_tile(axes: Any, simulation: Simulation, options: dict[str, Any]) -> None:
-    """Where a line ends tiles no longer fit. Two points say nothing of a shape: bytes are on a linear axis."""
+    """A line ends where tiles no longer fit. Two points say nothing of a shape: bytes are on a linear axis."""
 
     def at(name: str, size: int) -> int:
         rows = min(size, simulation.shape.head_dim) if name.startswith("flash1") else size  # Algorithm 1: Br = min(Bc, D)
@@ -76,7 +77,18 @@ def _against_tile(axes: Any, simulation: Simulation, options: dict[str, Any]) ->
     _lines(axes, simulation, TILES, at)
     axes.set_xscale("log", base=2)
     axes.set_xticks(TILES, [str(size) for size in TILES])
-    axes.set(xlabel="keys a tile, and as many rows (flash1: at most D)", base=2)
+    axes.set(xlabel="keys a tile, and as many rows (flash1: at most D)", title="HBM bytes against tile size", ylim=(0, None))
+    _finish(axes)
+
+
+def _against_sequence(axes: Any, simulation: Simulation, options: dict[str, Any]) -> None:
+    def at(name: str, seq: int) -> int:
+        decode = simulation.shape.rows == 1
+        shape = replace(simulation.shape, seq=seq, q_len=1 if decode else seq)
+        return _bytes(simulation, name, shape, simulation.results[name].tile, options)
+
+    _lines(axes, simulation, SEQUENCES, at)
+    axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set(xlabel="sequence length", title="HBM bytes against sequence length")
     _finish(axes)

@@ -68,7 +68,7 @@ def test_known_numbers() -> None:
     ],
 )
 def test_rates_follow_from_units_and_clock(name: str, lanes: int, gigahertz: float, products: int, boost: float) -> None:
-    """Two operations a clock for each float32 lane and 16-bit product of a multiprocessor; vendors print two or three digits."""
+    """Two operations a clock for each float32 lane and 16-bit product of a multiprocessor; two or three digits are printed."""
     gpu = get_gpu(name)
     assert gpu.rate("float32") == pytest.approx(2 * lanes * gpu.multiprocessors * gigahertz * 1e9, rel=1e-2)
     assert gpu.rate("float16") == pytest.approx(2 * products * gpu.multiprocessors * boost * 1e9, rel=1e-2)

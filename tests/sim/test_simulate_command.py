@@ -14,6 +14,8 @@ from nanokv.commands.check import check
 from nanokv.commands.simulate import simulate
 from nanokv.errors import ConfigError, NanoKVError, UsageError
 from sim.gpus import PRESETS
+from sim.plot import MARKERS
+from sim.schedules import SCHEDULES
 from tests.support import ROOT
 
 
@@ -118,6 +120,10 @@ def test_a_plot_is_written(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"p.{suffix}"
     run("--seq", "256", "--plot", str(path))
     assert path.stat().st_size > 5000
+
+
+def test_every_algorithm_has_a_marker_of_its_own() -> None:
+    assert len(set(MARKERS)) == len(MARKERS) >= len(SCHEDULES)
 
 
 def test_a_plot_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
