@@ -98,7 +98,7 @@ def simulate(
     if list_gpus:
         _list_gpus()
         return
-    _agree(axes, sweep, workers, execute, count_only, as_json, as_csv, plot, model)
+    _agree(axes, sweep, execute, count_only, as_json, as_csv, model)
     gpu = get_gpu(gpu_name)
     kv_format = get_format(kv_dtype) if kv_dtype else None
     rows = parse_count(q_len, "--q-len") if q_len else None
@@ -128,24 +128,34 @@ def simulate(
         _print(found, per_tensor, as_json, as_csv)
 
 
-def _agree(axes: tuple[str, ...], sweep: bool, workers: str | None, execute: bool, count_only: bool, as_json: bool,
-           as_csv: bool, plot: Path | None, model: Path | None) -> None:  # fmt: skip
-    """UsageError for options that contradict each other."""
+WITH_MODEL = {"model", "gpu_name", "seq", "batch", "dtype", "kv_dtype", "weights_dtype", "algorithms", "as_json"}
+NOT_WITH_SWEEP = {"plot", "model", "execute", "seed", "per_tensor", "weights_dtype"}
+
+
+def _agree(axes: tuple[str, ...], sweep: bool, execute: bool, count_only: bool, as_json: bool, as_csv: bool,
+           model: Path | None) -> None:  # fmt: skip
+    """UsageError for options that contradict each other, or that would be passed over in silence."""
     if axes and not sweep:
         raise UsageError(f"{axes[0]!r} is an axis of a sweep: add --sweep, or give a single value by its option")
     if sweep and not axes:
         raise UsageError("--sweep needs axes such as tile=16..512 seq=1k..1m")
-    for name, given in (("--plot", plot), ("--model", model), ("--execute", execute)):
-        if sweep and given:
-            raise UsageError(f"--sweep does not go with {name}: it counts points of attention")
-    if workers and not sweep:
-        raise UsageError("--workers is for --sweep")
+    context = click.get_current_context()
+    for option in context.command.params:
+        name = option.name or ""
+        if context.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE or name in ("sweep", "axes"):
+            continue
+        if sweep and name in NOT_WITH_SWEEP:
+            raise UsageError(f"--sweep does not go with {option.opts[0]}: it counts points of attention")
+        if model and name not in WITH_MODEL:
+            raise UsageError(f"--model does not go with {option.opts[0]}: it is for a single attention call")
+        if (name, sweep) == ("workers", False):
+            raise UsageError("--workers is for --sweep")
+        if (name, model) == ("weights_dtype", None):
+            raise UsageError("--weights-dtype is for --model")
     if execute and count_only:
         raise UsageError("--execute and --count-only contradict each other")
     if as_json and as_csv:
         raise UsageError("--json and --csv contradict each other")
-    if model and (as_csv or plot):
-        raise UsageError("--model prints a table or --json: leave out --csv and --plot")
 
 
 def _list_gpus() -> None:
