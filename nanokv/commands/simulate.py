@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @click.option("--l2", is_flag=True, help="Simulate the L2 (least recently used): HBM bytes are those behind it.")
 @click.option("--execute", is_flag=True, help="Compute the values of every head, however long it takes.")
 @click.option("--count-only", is_flag=True, help="Compute no values.")
-@click.option("--seed", default=0, show_default=True, help="Of the random values.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random values.")
 @click.option("--model", type=click.Path(path_type=Path), help="A forward step of this model: a config.json or its directory.")
 @click.option("--weights-dtype", help="--model: how weights are stored.  [default: as --dtype]")
 @click.option("--sweep", is_flag=True, help="Cross the AXES, such as tile=16..512 seq=1k..1m (doubling) or dtype=float16,int8.")

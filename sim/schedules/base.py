@@ -18,7 +18,7 @@ class TileSizeError(UsageError):
     """A tile needs more on-chip memory than a thread block has."""
 
 
-Outputs = dict[str, np.ndarray]  # "O", or "dQ", "dK", "dV"; empty when only counting
+Outputs = dict[str, np.ndarray]  # "O", and "L" where it is kept, or "dQ", "dK", "dV"; empty when only counting
 STATISTIC = FLOAT32  # row maxima, sums and log-sum-exps: float32 in every published kernel
 
 

@@ -67,7 +67,7 @@ class FlashAttention2:
                             out, lse = finish(own), own.m + np.log(own.l)
                         machine.store(o_all, head, rows, out)
                         machine.store(lse_all, head, rows, lse)
-        return outputs(o_all)
+        return outputs(o_all, lse_all)
 
     def closed_form(self, shape: Shape, tile: TileSize) -> Counts:
         """Bytes: Q, O and L once; of K and V what each row tile may see, rounded out to whole key tiles."""

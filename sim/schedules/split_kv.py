@@ -38,6 +38,10 @@ class SplitKV:
     splits: int | None = None
     multiprocessors: int = 108
 
+    def __post_init__(self) -> None:
+        if self.splits is not None and self.splits < 1:
+            raise UsageError(f"splits must be at least 1, not {self.splits}")
+
     def parts(self, shape: Shape, tile: TileSize) -> list[list[Range]]:
         """The key tiles of each split."""
         tile_count(shape.seq, tile.keys)
@@ -127,5 +131,3 @@ class SplitKV:
 
     def check(self, shape: Shape, tile: TileSize) -> None:
         needs_one_query(self.name, shape)
-        if self.splits is not None and self.splits < 1:
-            raise UsageError(f"splits must be at least 1, not {self.splits}")

@@ -145,7 +145,9 @@ def test_what_nobody_can_compute_is_refused() -> None:
     with pytest.raises(UsageError, match="do not divide each other"):
         simulate(Shape(128, q_len=1), A100, ["paged"], TILE, block_size=48)
     with pytest.raises(UsageError, match="splits must be at least 1"):
-        simulate(Shape(128, q_len=1), A100, ["split-kv"], TILE, splits=0)
+        simulate(Shape(128, q_len=1), A100, splits=0)  # not left out: it was asked for
+    with pytest.raises(UsageError, match="block size must be at least 1"):
+        simulate(Shape(128, q_len=1), A100, block_size=0)
 
 
 @given(st.sampled_from(["prefill", "decode"]).flatmap(shapes))

@@ -18,7 +18,7 @@ from sim.schedules import BACKWARD, DECODE, PREFILL, SCHEDULES, get_schedule
 from sim.schedules.base import largest_square
 from sim.schedules.paged import PagedDecode
 from sim.shape import Shape, TileSize
-from tests.sim.bounds import gradient_bound, output_bound
+from tests.sim.bounds import gradient_bound, lse_bound, output_bound
 from tests.sim.cases import FORWARD_TILED, cases, counted, options, plain, shapes, tiles
 
 every_schedule = pytest.mark.parametrize("name", sorted(SCHEDULES))
@@ -57,6 +57,13 @@ def test_the_output_is_attention_within_the_rounding_bound(name: str, data: st.D
     bound = gradient_bound(problem, keys) if schedule.backward else output_bound(problem, keys)
     assert problem.error(outputs) <= bound
     assert bound < (0.1 if schedule.backward else 1e-3)  # a bound that says something: the values are of unit size
+
+
+@given(shapes(), tiles)
+def test_flash2_keeps_the_log_sum_exp(shape: Shape, tile: TileSize) -> None:
+    problem = make_problem(shape, Values.ALL)
+    kept = get_schedule("flash2").run(Machine(values=Values.ALL), problem, tile)["L"]
+    assert np.abs(kept - problem.gradients.lse).max() <= lse_bound(problem, min(tile.keys, 512)) < 1e-3
 
 
 def test_parts_of_unequal_weight_combine() -> None:
