@@ -45,7 +45,7 @@ def output_bound(problem: Problem, keys: int) -> float:
 
 
 def lse_bound(problem: Problem, keys: int) -> float:
-    """The same for the log-sum-exp m + log l: l is off by a relative eta and its sums, log and addition round once more each."""
+    """The same for the log-sum-exp m + log l: its sums, log and addition round once more each."""
     tiles = -(-problem.shape.seq // keys)
     eta = _weight_error(problem, tiles) + gamma(keys + 3 * tiles + 2)
     return 2 * (eta + 4 * UNIT * (1 + float(np.abs(problem.gradients.lse).max())))

@@ -192,6 +192,19 @@ def test_flash2_reads_k_and_v_once_for_each_row_tile(keys: int) -> None:
         assert total.hbm / 1e9 == pytest.approx(gigabytes, abs=5e-4)
 
 
+@pytest.mark.parametrize(
+    ("keys", "without", "zeros"), [(64, 6.98, 7.12), (128, 3.62, 3.77), (256, 1.95, 2.09), (512, 1.11, 1.25)]
+)
+def test_bytes_fall_with_the_block_as_in_figure_2(keys: int, without: float, zeros: float) -> None:
+    """FlashAttention's figure 2, middle (blocks 64 to 512, about 6 to 2 GB and flat beyond 256): Algorithm 1 in GB by hand."""
+    shape = Shape(1024, heads=16, head_dim=64, batch=64, causal=False)
+    for init, gigabytes in ((False, without), (True, zeros)):
+        total = get_schedule("flash1", init=init).closed_form(shape, TileSize(64, keys)).total
+        trips, line, statistics = 1024 // keys, 1024 * 64 * 2, 1024 * 8
+        assert total.hbm == 1024 * (2 * line + trips * (3 * line + 2 * statistics) + init * (line + statistics))
+        assert total.hbm / 1e9 == pytest.approx(gigabytes, abs=0.006)
+
+
 def test_flash1_follows_algorithm_1() -> None:
     """M = 192 KB of float16: Bc = ceil(98304 / (4 * 64)) = 384 and Br = min(384, 64) = 64."""
     shape = Shape(1024, heads=1, head_dim=64, causal=False)
