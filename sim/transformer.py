@@ -130,7 +130,7 @@ def decoder_from_dict(raw: Mapping[str, Any], name: str) -> Decoder:
         if width % heads:
             raise ConfigError(f"n_embd {width} is not divisible by n_head {heads}")
         return shared
-    if kind not in LLAMA_LIKE:
+    if not isinstance(kind, str) or kind not in LLAMA_LIKE:
         raise ConfigError(f"model_type {kind!r} is not simulated: gpt2, {', '.join(LLAMA_LIKE)} are")
     raw = {**LLAMA_LIKE[kind], **raw}
     width, heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")

@@ -136,6 +136,8 @@ def test_llama_like_configs(kind: str) -> None:
     ("change", "message"),
     [
         ({"model_type": "bert"}, "model_type 'bert' is not simulated"),
+        ({"model_type": ["llama"]}, "is not simulated"),
+        ({"model_type": None}, "model_type None is not simulated"),
         ({"hidden_size": None}, "no 'hidden_size'"),
         ({"num_attention_heads": 0}, "num_attention_heads 0 is not a whole number"),
         ({"num_key_value_heads": 3}, "8 is not divisible by num_key_value_heads 3"),
