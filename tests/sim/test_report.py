@@ -74,6 +74,9 @@ def test_the_rows_of_tensors_have_the_four_directions() -> None:
     assert k == ["K", "131,072", "1,048,576"]
     (s,) = (line.split() for line in table[:8] if line.split()[:1] == ["S"])
     assert s == ["S", "2,097,152", "2,097,152", "4,194,304", "2,097,152"]
+    (header,), (o,) = ([line for line in table if word in line][:1] for word in ("HBM written", " O "))
+    assert o.rstrip().endswith("131,072")
+    assert o.index("131,072") + len("131,072") == header.index("HBM written") + len("HBM written")
 
 
 def test_what_does_not_fit_in_hbm_is_said_of_it_alone() -> None:

@@ -185,7 +185,12 @@ def test_an_estimate_is_only_given_where_it_was_fitted() -> None:
     assert estimate(fitted, get_gpu("h200")) is None
     small = replace(fitted, seq=1 << 10)
     assert minimum_bytes(small) < ESTIMATE_FROM
-    for other in (small, replace(fitted, q_len=2), replace(fitted, head_dim=64), replace(fitted, kv_dtype=FORMATS["int8"])):
+    for other in (
+        small,
+        replace(fitted, q_len=2),
+        replace(fitted, head_dim=64),
+        replace(fitted, seq=1 << 17, kv_dtype=FORMATS["int8"]),
+    ):
         assert estimate(other, A100) is None
 
 
