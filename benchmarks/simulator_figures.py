@@ -255,8 +255,8 @@ def _llmcompass() -> Iterator[Figure]:
         yield _slower(f"GPT-3 layer, decode, {name}, A100", "LLMCompass 2e015fd, measured", bound, us)
 
 
-LLAMA2_7B = Decoder("Llama-2-7B", 32, 4096, 32, 32, 128, 11008, 32000, "rms_norm", True, False, False, True)
-LLAMA31_8B = Decoder("Llama-3.1-8B", 32, 4096, 32, 8, 128, 14336, 128256, "rms_norm", True, False, False, True)
+LLAMA2_7B = Decoder("Llama-2-7B", 32, 4096, 32, 32, 128, 11008, 32000, "rms_norm", True, False, False, False, True)
+LLAMA31_8B = Decoder("Llama-3.1-8B", 32, 4096, 32, 8, 128, 14336, 128256, "rms_norm", True, False, False, False, True)
 
 
 def _gpt_fast() -> Iterator[Figure]:

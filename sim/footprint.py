@@ -20,8 +20,17 @@ def hbm_footprint(counts: Counts, shape: Shape) -> int:
         **dict.fromkeys(("dK", "dV"), shape.all_kv_heads * shape.seq * shape.dtype.row_bytes(shape.head_dim)),
         "dropout mask": lines * shape.seq,
     }
-    partials = {name: moved.hbm_write for name, moved in counts.per_tensor().items() if name.startswith("partial")}
-    return sum({**sizes, **partials}.get(name, 0) for name in counts.per_tensor())
+    total = 0
+    for name, moved in counts.per_tensor().items():
+        if name.startswith("partial"):
+            total += moved.sram_write
+        elif "unused slots" in name:
+            total += moved.sram_read
+        elif name == "block table":
+            total += moved.sram_read // shape.num_kv_heads  # each reads the sequence's own
+        elif name not in ("K scales", "V scales"):
+            total += sizes[name]
+    return total
 
 
 # Elements of N x D, of N x N and float32 values of N that training keeps at its peak. Fitted on the very rows of table 21 that

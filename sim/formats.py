@@ -1,15 +1,20 @@
-"""How elements are stored in device memory: bits an element, and the scales that quantised ones carry beside them."""
+"""How elements are stored in device memory: bits an element, and the scales that quantised ones carry beside them.
 
-from dataclasses import dataclass
+A cache's formats are those of the runtime's codecs (nanokv.kv.codec) under the same names, byte for byte, but for fp8, which
+here has one scale for everything, as the runtime's has with a KV scale and vLLM's by default; `fp8_scaled` is its other one.
+"""
+
+from dataclasses import dataclass, replace
 
 from nanokv.errors import UsageError
 
 
 @dataclass(frozen=True)
 class Format:
-    """`bits` an element; `scale_bits` of scales (and zero points) for each `group` elements of a row, 0 = the whole row.
+    """`bits` an element; `scale_bits` of scales (and minima) for each `group` elements of a row, 0 = the whole row.
 
-    A row is one token of one head: scales never span tokens, so a token can be appended without touching the others.
+    A row is one token of one head. Keys of int4 have their groups along tokens instead: a whole group of 32 tokens has the
+    bytes that its rows have here where 32 divides the row, and fewer where a row ends in a part of a group.
     """
 
     name: str
@@ -26,6 +31,11 @@ class Format:
         groups = -(-columns // self.group) if self.group else 1
         return groups * self.scale_bits // 8
 
+    @property
+    def bare(self) -> "Format":
+        """The elements alone: Q, O, scores and gradients have one scale a tensor, which is no stream of bytes."""
+        return replace(self, scale_bits=0, group=0)
+
 
 FORMATS: dict[str, Format] = {
     each.name: each
@@ -34,10 +44,12 @@ FORMATS: dict[str, Format] = {
         Format("float16", 16),
         Format("bfloat16", 16),
         Format("fp8_e4m3", 8),  # one scale a tensor (vLLM), not a stream
-        Format("int8", 8, scale_bits=32),  # a float32 scale for each token and head
-        Format("int4", 4, scale_bits=32, group=32),  # a float16 scale and minimum for each 32 elements (KIVI's group)
+        Format("fp8_scaled", 8, scale_bits=32),  # a float32 scale for each token and head
+        Format("int8", 8, scale_bits=32),  # the same
+        Format("int4", 4, scale_bits=64, group=32),  # a float32 minimum and span for each 32 elements (KIVI's group)
     )
 }
+PACKED_WEIGHTS = Format("int4", 4, scale_bits=32, group=32)  # a float16 scale and minimum, 20 bytes (ggml-common.h: q4_1)
 FLOAT32, FLOAT16, BYTE = FORMATS["float32"], FORMATS["float16"], Format("byte", 8)
 COMPUTE = ("float32", "float16", "bfloat16", "fp8_e4m3", "int8")  # what a matrix unit multiplies
 
@@ -45,6 +57,11 @@ _ALIASES = {
     "fp32": "float32", "f32": "float32", "torch.float32": "float32", "bf16": "bfloat16", "torch.bfloat16": "bfloat16",
     "fp16": "float16", "f16": "float16", "half": "float16", "torch.float16": "float16", "fp8": "fp8_e4m3",
 }  # fmt: skip
+
+
+def of_weights(form: Format) -> Format:
+    """How a matrix of this name is stored: packed weights have half-precision scales, where a cache has float32 ones."""
+    return PACKED_WEIGHTS if form.name == PACKED_WEIGHTS.name else form
 
 
 def get_format(name: str) -> Format:

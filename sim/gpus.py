@@ -61,6 +61,8 @@ def _rates(half: float, *, bfloat16: bool = True, float32: float | None = None, 
 _SM75, _SM80, _SM86, _SM90 = (64, 64), (164, 163), (100, 99), (228, 227)
 _NVIDIA = "NVIDIA data sheet; shared memory from CCCL arch_traits.h"
 _GEFORCE = " (16-bit operands, accumulated in float32); shared memory from CCCL arch_traits.h"
+# float32: the vector units' rate, two operations a clock for each of a multiprocessor's lanes; tests recompute every one from
+# lanes and boost clock. B200 has none: NVIDIA's papers give 75 and 80. GeForce: fp8 and int8 were not looked up.
 _AIC = "AIConfigurator systems/*.yaml (bandwidth, memory, bf16, fp8, int8); " + _NVIDIA
 
 
@@ -72,7 +74,7 @@ def _gpu(name: str, memory: int, bandwidth: int, sms: int, shared: tuple[int, in
 
 
 _A100 = _rates(312, float32=19.5, int8=624)
-_HOPPER = _rates(989, float32=67, fp8=1979, int8=1979)
+_HOPPER = _rates(989.4, float32=67, fp8=1979, int8=1979)
 
 PRESETS: dict[str, GPU] = {
     gpu.name: gpu
@@ -82,9 +84,10 @@ PRESETS: dict[str, GPU] = {
         _gpu("h100", 80 * GIB, 3350, 132, _SM90, 50, _HOPPER, _AIC + " (H100 SXM; the PCIe card has 2000 GB/s, 756 TF)"),
         _gpu("h200", 141 * GB, 4800, 132, _SM90, 50, _HOPPER, _AIC + " (H200 SXM)"),
         _gpu("b200", 180 * GIB, 8000, 148, _SM90, 126, _rates(2250, fp8=4500, int8=4500),
-             _AIC + "; bandwidth is NVIDIA's 8 TB/s (AIConfigurator has 7700)"),
-        _gpu("l4", 24 * GB, 300, 58, _SM86, 48, _rates(121, float32=30.3, fp8=242, int8=242), _NVIDIA + " (L4)"),
-        _gpu("l40s", 46068 * MIB, 864, 142, _SM86, 96, _rates(362, float32=91.6, fp8=733, int8=733), _AIC + " (L40S)"),
+             _AIC + "; bandwidth is NVIDIA's 8 TB/s (AIConfigurator and the HGX sheet have 7700); no float32 rate: NVIDIA's"
+             " papers disagree"),
+        _gpu("l4", 24 * GB, 300, 58, _SM86, 48, _rates(121, float32=30.3, fp8=242.5, int8=242.5), _NVIDIA + " (L4)"),
+        _gpu("l40s", 46068 * MIB, 864, 142, _SM86, 96, _rates(362.05, float32=91.6, fp8=733, int8=733), _AIC + " (L40S)"),
         _gpu("rtx-4090", 24 * GB, 1008, 128, _SM86, 72, _rates(165.2, float32=82.6),
              "NVIDIA Ada architecture paper" + _GEFORCE),
         _gpu("rtx-3090", 24 * GB, 936, 82, _SM86, 6, _rates(71, float32=35.6),
@@ -152,6 +155,8 @@ def read_gpu(path: Path) -> GPU:
             raise UsageError(f"GPU file {path} has no {key!r}")
     values: dict[str, Any] = {place: _whole(path, key, raw[key], unit) for key, (place, unit) in _KEYS.items() if key in raw}
     sms = values.setdefault("multiprocessors", 1)
+    if values.get("sram_total", values["sram"]) < values["sram"]:
+        raise UsageError(f"GPU file {path}: sram_kb_per_multiprocessor is less than sram_kb_per_block")
     values["sram_total"] = sms * values.get("sram_total", values["sram"])
     if not isinstance(rates, dict) or not rates:
         raise UsageError(f"GPU file {path} has no table [tera_ops] with a rate such as float16 = 312")

@@ -190,6 +190,11 @@ class Tensor:
     format: Format
     data: np.ndarray | None = None
 
+    def fill(self, values: np.ndarray) -> None:
+        """What an earlier kernel left here; no byte is counted. Nothing happens where there are no values."""
+        if self.data is not None:
+            self.data[:] = values
+
 
 class Tile:
     """A tile in SRAM for the length of a `with` block; `values` [rows, columns] or None when only counting."""

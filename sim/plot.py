@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from nanokv.errors import NanoKVError, UsageError
+from sim.report import queries
 from sim.run import Simulation, count
 from sim.schedules import get_schedule
 from sim.schedules.base import TileSizeError
@@ -16,7 +17,8 @@ from sim.shape import Shape, TileSize
 
 TILES = (16, 32, 64, 128, 256, 512)
 SEQUENCES = tuple(1 << power for power in range(8, 21))
-MARKERS = "os^Dvp"
+MARKERS = "os^Dvp*hX<"  # one for each algorithm
+HOLLOW: dict[str, Any] = {"fillstyle": "none", "markersize": 9}  # algorithms that cost the same lie on each other
 
 
 def require_matplotlib() -> None:
@@ -35,7 +37,7 @@ def draw(simulation: Simulation, path: Path, options: dict[str, Any]) -> None:
     left, middle, right = figure.subplots(1, 3)
     shape, gpu = simulation.shape, simulation.gpu
     figure.suptitle(
-        f"{gpu.name}, {shape.rows} queries x {shape.seq} keys, batch {shape.batch}, {shape.heads}/{shape.num_kv_heads} heads "
+        f"{gpu.name}, {queries(shape)}, batch {shape.batch}, {shape.heads}/{shape.num_kv_heads} heads "
         f"of {shape.head_dim}, {shape.dtype.name}{', causal' if shape.causal else ''}"
     )
     _roofline(left, simulation)
@@ -57,7 +59,7 @@ def _roofline(axes: Any, simulation: Simulation) -> None:
     axes.loglog(grid, np.minimum(rate, grid * gpu.bandwidth) / 1e12, color="black")
     for marker, result in zip(MARKERS, simulation.results.values(), strict=False):
         reached = result.counts.flops / result.bound.seconds / 1e12
-        axes.loglog([result.bound.intensity], [reached], marker, markersize=8, label=result.name)
+        axes.loglog([result.bound.intensity], [reached], marker, label=result.name, **HOLLOW)
     axes.axvline(ridge, color="grey", linewidth=0.8, linestyle=":")
     axes.annotate(f"{ridge:.0f} FLOP/B", (ridge, axes.get_ylim()[0]), rotation=90, xytext=(-12, 6), textcoords="offset points",
                   color="grey", fontsize=8)  # fmt: skip
@@ -66,15 +68,16 @@ def _roofline(axes: Any, simulation: Simulation) -> None:
 
 
 def _against_tile(axes: Any, simulation: Simulation, options: dict[str, Any]) -> None:
-    """A missing point is a tile that does not fit. Two points say nothing of a shape: bytes are on a linear axis."""
+    """A line ends where tiles no longer fit. Two points say nothing of a shape: bytes are on a linear axis."""
 
     def at(name: str, size: int) -> int:
-        return _bytes(simulation, name, simulation.shape, TileSize(size, size), options)
+        rows = min(size, simulation.shape.head_dim) if name.startswith("flash1") else size  # Algorithm 1: Br = min(Bc, D)
+        return _bytes(simulation, name, simulation.shape, TileSize(rows, size), options)
 
     _lines(axes, simulation, TILES, at)
     axes.set_xscale("log", base=2)
     axes.set_xticks(TILES, [str(size) for size in TILES])
-    axes.set(xlabel="tile (rows and keys; missing where it does not fit)", title="HBM bytes against tile size", ylim=(0, None))
+    axes.set(xlabel="keys a tile, and as many rows (flash1: at most D)", title="HBM bytes against tile size", ylim=(0, None))
     _finish(axes)
 
 
@@ -100,7 +103,7 @@ def _lines(axes: Any, simulation: Simulation, values: Sequence[int], at: Callabl
             except UsageError:  # a tile that does not fit, or that blocks of the cache do not divide
                 continue
         if points:
-            axes.plot(*zip(*points, strict=True), f"{marker}-", label=name)
+            axes.plot(*zip(*points, strict=True), f"{marker}-", label=name, **HOLLOW)
     axes.set_ylabel("GB")
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -57,6 +58,11 @@ def _table() -> Table:
     return Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
 
 
+def queries(shape: Shape) -> str:
+    """1 query x 4096 keys."""
+    return f"{shape.rows} {'query' if shape.rows == 1 else 'queries'} x {shape.seq} keys"
+
+
 def card(shape: Shape, gpu: GPU) -> str:
     """The machine and the shape, in two lines."""
     l2 = f", L2 {gpu.l2 // MIB} MB" if gpu.l2 else ""
@@ -65,11 +71,10 @@ def card(shape: Shape, gpu: GPU) -> str:
         f"{gpu.name}: HBM {decimal(gpu.bandwidth)}/s, {decimal(rate, COUNT_UNITS)}FLOP/s {shape.dtype.name}, "
         f"SRAM {gpu.sram // KIB} KB a block ({gpu.sram_total / MIB:.1f} MB in all){l2}"
     )
-    kv = f", K and V {shape.kv.name}" if shape.kv != shape.dtype else ""
+    kv = f", K and V {shape.kv.name}" if shape.kv.bare != shape.dtype else ""
     masks = ("causal" if shape.causal else "not causal") + (f", window {shape.window}" if shape.window else "")
-    queries = f"{shape.rows} queries x {shape.seq} keys"
     heads = f"{shape.heads} heads over {shape.num_kv_heads} kv heads of {shape.head_dim}"
-    return f"{machine}\n{queries}, batch {shape.batch}, {heads}, {masks}, {shape.dtype.name}{kv}"
+    return f"{machine}\n{queries(shape)}, batch {shape.batch}, {heads}, {masks}, {shape.dtype.name}{kv}"
 
 
 def simulation_report(simulation: Simulation, per_tensor: bool = False) -> Group:
@@ -155,7 +160,7 @@ def notes(simulation: Simulation) -> list[str]:
     closed = [result.name for result in simulation.results.values() if not result.looped]
     if closed:
         lines.append(f"closed form in place of the loop: {', '.join(closed)}")
-    lines += [f"left out: {reason}" for reason in simulation.left_out.values()]
+    lines += [f"{name} is left out: {reason}" for name, reason in simulation.left_out.items()]
     return lines
 
 
@@ -245,8 +250,11 @@ def gpu_table() -> Table:
 
 
 def gpu_sources() -> str:
-    """Where each preset's numbers are from, a line each."""
-    return "\n".join(f"{gpu.name}: {gpu.source}" for gpu in PRESETS.values())
+    """Where each preset's numbers are from."""
+    return "\n".join(
+        textwrap.fill(f"{gpu.name}: {gpu.source}", WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+        for gpu in PRESETS.values()
+    )
 
 
 def model_report(model: Decoder, gpu: GPU, shape: Shape, weights: str, steps: Mapping[str, Step]) -> Group:

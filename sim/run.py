@@ -103,7 +103,7 @@ def simulate(
         except UsageError as error:
             if algorithms or name in ("flash2", "decode"):
                 raise
-            left_out[name] = str(error)
+            left_out[name] = str(error).removeprefix(f"{name}: ")
     mode = _affordable(shape, chosen) if values is None else values
     if mode is not Values.NONE and _heads(shape, mode) * shape.rows * shape.seq > MOST_PAIRS:
         raise UsageError(f"{shape.rows} x {shape.seq} scores a head are too many to compute: use --count-only")

@@ -16,11 +16,13 @@ from sim.formats import COMPUTE, FLOAT16, Format
 from sim.memory import Range
 
 LIMIT = 1 << 40  # beyond this a size is a mistake
+MOST_TILES = 1 << 22  # rows or keys of tiles that a closed form goes through
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One attention call; `dtype` is how Q, O, scores and gradients are stored, `kv_dtype` how K and V are.
+    """One attention call; `dtype` is how Q, O, scores and gradients are stored, `kv_dtype` how K and V are; only these carry
+    scales beside their elements.
 
     UsageError names the field that is out of range or does not go with another.
     """
@@ -40,6 +42,7 @@ class Shape:
         object.__setattr__(self, "q_len", self.seq if self.q_len is None else self.q_len)
         object.__setattr__(self, "kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
         object.__setattr__(self, "kv_dtype", self.kv_dtype or self.dtype)
+        object.__setattr__(self, "dtype", self.dtype.bare)
         for name in ("seq", "q_len", "heads", "kv_heads", "head_dim", "batch", "window"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= LIMIT:
@@ -161,6 +164,14 @@ def parse_count(text: str, what: str) -> int:
     return int(digits) << {"": 0, "k": 10, "m": 20, "g": 30}[suffix]
 
 
+def tile_count(length: int, size: int) -> int:
+    """How many tiles of `size` cover `length`; UsageError where they are too many to go through one by one."""
+    count = -(-length // size)
+    if count > MOST_TILES:
+        raise UsageError(f"{length} in tiles of {size} are {count} tiles, more than {MOST_TILES}: use a larger tile")
+    return count
+
+
 def row_tiles(shape: Shape, tile: TileSize) -> Iterator[Range]:
     """The query rows of each tile."""
     for start in range(0, shape.rows, tile.rows):
@@ -192,6 +203,7 @@ class Spans:
 
 def spans(shape: Shape, tile: TileSize) -> Spans:
     """Over every row tile, without looping over key tiles: the cost is one number a row tile."""
+    last_rows = shape.rows - (tile_count(shape.rows, tile.rows) - 1) * tile.rows
     starts = np.arange(0, shape.rows, tile.rows)
     stops = np.minimum(starts + tile.rows, shape.rows)
     offset = shape.seq - shape.rows
@@ -199,6 +211,10 @@ def spans(shape: Shape, tile: TileSize) -> Spans:
     first = np.zeros_like(last) if shape.window is None else np.maximum(0, offset + starts - shape.window + 1)
     first_tile, end_tile = first // tile.keys, -(-last // tile.keys)
     keys = np.minimum(end_tile * tile.keys, shape.seq) - first_tile * tile.keys
-    count = stops - starts
     visits = end_tile - first_tile
-    return Spans(int(keys.sum()), int((count * keys).sum()), int((count * visits).sum()), int(visits.sum()))
+
+    def by_rows(each: np.ndarray) -> int:
+        """The sum of rows x each; all tiles but the last have the same rows. Rows x keys can pass 64 bits."""
+        return tile.rows * int(each[:-1].sum()) + last_rows * int(each[-1])
+
+    return Spans(int(keys.sum()), by_rows(keys), by_rows(visits), int(visits.sum()))

@@ -23,6 +23,7 @@ from sim.shape import Shape, TileSize, parse_count, parse_tile
 NUMBERS = ("seq", "q_len", "heads", "kv_heads", "head_dim", "batch", "window")
 AXES = ("tile", "gpu", "dtype", "kv_dtype", *NUMBERS)
 MOST_POINTS = 100_000
+MOST_WORKERS = 1024
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,9 @@ def _place(labels: Mapping[str, str], shape: Shape, gpu: GPU, tile: TileSize | N
     changes: dict[str, Any] = {name: int(value) for name, value in labels.items() if name in NUMBERS}
     changes |= {name: get_format(labels[name]) for name in ("dtype", "kv_dtype") if name in labels}
     # A field that was left to follow another follows its new value.
+    given = shape.as_dict()
     for follower, leader in (("q_len", "seq"), ("kv_heads", "heads"), ("kv_dtype", "dtype")):
-        if leader in changes and follower not in changes and getattr(shape, follower) == getattr(shape, leader):
+        if leader in changes and follower not in changes and given[follower] == given[leader]:
             changes[follower] = None
     return (
         replace(shape, **changes),
@@ -120,8 +122,12 @@ def _results(made: Sequence[Point], workers: str | None) -> Iterator[list[dict[s
     if workers.isascii() and workers.isdigit():
         if int(workers) < 1:
             raise UsageError("--workers must be at least 1")
+        if int(workers) > MOST_WORKERS:
+            raise UsageError(f"--workers {workers} is more than {MOST_WORKERS} processes")
         joblib = _extra("joblib")
         return joblib.Parallel(n_jobs=int(workers), return_as="generator")(joblib.delayed(rows_at)(point) for point in made)
+    if not re.fullmatch(r"[a-z]+://\S+|[^\s/]+:\d+", workers):
+        raise UsageError(f"--workers {workers!r} is neither a number of processes nor an address such as tcp://HOST:PORT")
     return _on_dask(made, workers)
 
 

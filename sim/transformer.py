@@ -75,7 +75,8 @@ def weighted(name: str, shape: Shape, *, count: int = 1) -> Op:
 
 @dataclass(frozen=True)
 class Decoder:
-    """What a config.json says about a decoder's work. `gated`: the MLP has a gate (three matrices instead of two)."""
+    """What a config.json says about a decoder's work. `gated`: the MLP has a gate (three matrices instead of two); the biases
+    are those of the MLP's products, of Q, K and V, and of attention's output."""
 
     name: str
     layers: int
@@ -89,12 +90,18 @@ class Decoder:
     gated: bool
     bias: bool
     qkv_bias: bool
+    o_bias: bool
     rope: bool
     qk_norm: bool = False
     window: int | None = None
 
 
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+LLAMA_LIKE: Mapping[str, Mapping[str, int]] = {  # what transformers' classes take where a file leaves it out
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
 
 
 def read_decoder(path: Path) -> Decoder:
@@ -119,12 +126,13 @@ def decoder_from_dict(raw: Mapping[str, Any], name: str) -> Decoder:
         width, heads = _size(raw, "n_embd"), _size(raw, "n_head")
         inner = _size(raw, "n_inner", 4 * width)
         shared = Decoder(name, _size(raw, "n_layer"), width, heads, heads, width // heads, inner, _size(raw, "vocab_size"),
-                         norm="layer_norm", gated=False, bias=True, qkv_bias=True, rope=False)  # fmt: skip
+                         norm="layer_norm", gated=False, bias=True, qkv_bias=True, o_bias=True, rope=False)  # fmt: skip
         if width % heads:
             raise ConfigError(f"n_embd {width} is not divisible by n_head {heads}")
         return shared
-    if kind not in LLAMA_LIKE:
+    if not isinstance(kind, str) or kind not in LLAMA_LIKE:
         raise ConfigError(f"model_type {kind!r} is not simulated: gpt2, {', '.join(LLAMA_LIKE)} are")
+    raw = {**LLAMA_LIKE[kind], **raw}
     width, heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
     kv_heads = _size(raw, "num_key_value_heads", heads)
     if heads % kv_heads:
@@ -135,11 +143,13 @@ def decoder_from_dict(raw: Mapping[str, Any], name: str) -> Decoder:
     window = raw.get("sliding_window") if slides else None
     if window is not None and kind != "mistral":
         raise ConfigError(f"use_sliding_window with model_type {kind!r} mixes layers with and without a window: not simulated")
-    bias, qkv_bias = bool(raw.get("mlp_bias", False)), bool(raw.get("attention_bias", kind == "qwen2"))
+    biased = kind in ("llama", "qwen3") and bool(raw.get("attention_bias", False))  # the others do not read the field
+    mlp_bias = kind == "llama" and bool(raw.get("mlp_bias", False))
     return Decoder(
         name, _size(raw, "num_hidden_layers"), width, heads, kv_heads, _size(raw, "head_dim", width // heads),
-        _size(raw, "intermediate_size"), _size(raw, "vocab_size"), norm="rms_norm", gated=True, bias=bias, qkv_bias=qkv_bias,
-        rope=True, qk_norm=kind == "qwen3", window=window and _size(raw, "sliding_window"),
+        _size(raw, "intermediate_size"), _size(raw, "vocab_size"), norm="rms_norm", gated=True, bias=mlp_bias,
+        qkv_bias=biased or kind == "qwen2", o_bias=biased, rope=True, qk_norm=kind == "qwen3",
+        window=window and _size(raw, "sliding_window"),
     )  # fmt: skip
 
 
@@ -177,7 +187,10 @@ def step(model: Decoder, shape: Shape, weights: Format, *, naive: bool = False) 
                            weight_bytes=2 * form.row_bytes(model.head_dim)))  # fmt: skip
     ops.append(_cache_write(model, shape, rows, layers))
     ops += _attention(shape, layers, naive)
-    ops += [product("o proj", q_width, width, model.bias), elementwise("add", "add", rows, width, form, inputs=2, count=layers)]
+    ops += [
+        product("o proj", q_width, width, model.o_bias),
+        elementwise("add", "add", rows, width, form, inputs=2, count=layers),
+    ]
     ops.append(norm("mlp norm", layers))
     if model.gated:
         ops += [product(name, width, model.inner, model.bias) for name in ("gate proj", "up proj")]

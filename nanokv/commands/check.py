@@ -83,7 +83,7 @@ def _print(verdict: "Verdict", as_json: bool) -> None:
         click.echo(json.dumps(as_dict(verdict)))
         return
     click.echo(
-        f"{verdict.rows} rows checked, {verdict.set_aside} set aside (their bytes fit in L2), "
+        f"{verdict.rows} rows checked, {verdict.set_aside} set aside (bytes fit in L2; only operations count), "
         f"{len(verdict.impossible)} faster than possible"
     )
     if verdict.impossible:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.option("--causal/--no-causal", default=True, show_default=True, help="Whether later keys are hidden.")
 @click.option("--window", type=int, help="Only the last WINDOW keys are seen, the query's own included.")
 @click.option("--dtype", default="float16", show_default=True, help="Of Q, O, scores: float32, float16, bfloat16, fp8, int8.")
-@click.option("--kv-dtype", help="Of K and V, int4 too; scales are counted apart.  [default: as --dtype]")
+@click.option("--kv-dtype", help="Of K and V, fp8_scaled and int4 too; scales are counted apart.  [default: as --dtype]")
 @click.option("--algorithm", "algorithms", multiple=True, help="Only this one; may be repeated.  [default: all that apply]")
 @click.option("--backward", is_flag=True, help="The backward passes too.")
 @click.option("--mask", is_flag=True, help="naive: masking is a kernel of its own.")
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @click.option("--l2", is_flag=True, help="Simulate the L2 (least recently used): HBM bytes are those behind it.")
 @click.option("--execute", is_flag=True, help="Compute the values of every head, however long it takes.")
 @click.option("--count-only", is_flag=True, help="Compute no values.")
-@click.option("--seed", default=0, show_default=True, help="Of the random values.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random values.")
 @click.option("--model", type=click.Path(path_type=Path), help="A forward step of this model: a config.json or its directory.")
 @click.option("--weights-dtype", help="--model: how weights are stored.  [default: as --dtype]")
 @click.option("--sweep", is_flag=True, help="Cross the AXES, such as tile=16..512 seq=1k..1m (doubling) or dtype=float16,int8.")
@@ -98,7 +98,7 @@ def simulate(
     if list_gpus:
         _list_gpus()
         return
-    _agree(axes, sweep, workers, execute, count_only, as_json, as_csv, plot, model)
+    _agree(axes, sweep, execute, count_only, as_json, as_csv, model)
     gpu = get_gpu(gpu_name)
     kv_format = get_format(kv_dtype) if kv_dtype else None
     rows = parse_count(q_len, "--q-len") if q_len else None
@@ -128,24 +128,34 @@ def simulate(
         _print(found, per_tensor, as_json, as_csv)
 
 
-def _agree(axes: tuple[str, ...], sweep: bool, workers: str | None, execute: bool, count_only: bool, as_json: bool,
-           as_csv: bool, plot: Path | None, model: Path | None) -> None:  # fmt: skip
-    """UsageError for options that contradict each other."""
+WITH_MODEL = {"model", "gpu_name", "seq", "batch", "dtype", "kv_dtype", "weights_dtype", "algorithms", "as_json"}
+NOT_WITH_SWEEP = {"plot", "model", "execute", "seed", "per_tensor", "weights_dtype"}
+
+
+def _agree(axes: tuple[str, ...], sweep: bool, execute: bool, count_only: bool, as_json: bool, as_csv: bool,
+           model: Path | None) -> None:  # fmt: skip
+    """UsageError for options that contradict each other, or that would be passed over in silence."""
     if axes and not sweep:
         raise UsageError(f"{axes[0]!r} is an axis of a sweep: add --sweep, or give a single value by its option")
     if sweep and not axes:
         raise UsageError("--sweep needs axes such as tile=16..512 seq=1k..1m")
-    for name, given in (("--plot", plot), ("--model", model), ("--execute", execute)):
-        if sweep and given:
-            raise UsageError(f"--sweep does not go with {name}: it counts points of attention")
-    if workers and not sweep:
-        raise UsageError("--workers is for --sweep")
+    context = click.get_current_context()
+    for option in context.command.params:
+        name = option.name or ""
+        if context.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE or name in ("sweep", "axes"):
+            continue
+        if sweep and name in NOT_WITH_SWEEP:
+            raise UsageError(f"--sweep does not go with {option.opts[0]}: it counts points of attention")
+        if model and name not in WITH_MODEL:
+            raise UsageError(f"--model does not go with {option.opts[0]}: it is for a single attention call")
+        if (name, sweep) == ("workers", False):
+            raise UsageError("--workers is for --sweep")
+        if (name, model) == ("weights_dtype", None):
+            raise UsageError("--weights-dtype is for --model")
     if execute and count_only:
         raise UsageError("--execute and --count-only contradict each other")
     if as_json and as_csv:
         raise UsageError("--json and --csv contradict each other")
-    if model and (as_csv or plot):
-        raise UsageError("--model prints a table or --json: leave out --csv and --plot")
 
 
 def _list_gpus() -> None:
@@ -170,14 +180,14 @@ def _print(found: "Simulation", per_tensor: bool, as_json: bool, as_csv: bool) -
 
 def _simulate_model(path: Path, gpu: "GPU", shape: "Shape", weights: str,
                     algorithms: tuple[str, ...], as_json: bool) -> None:  # fmt: skip
-    from sim.formats import get_format
+    from sim.formats import get_format, of_weights
     from sim.report import model_report, print_report
     from sim.transformer import read_decoder, simulate_model, steps_as_dict
 
     if set(algorithms) - {"naive"}:
         raise UsageError("--model runs tiled attention; --algorithm naive runs the separate kernels instead")
     decoder = read_decoder(path)
-    form = get_format(weights)
+    form = of_weights(get_format(weights))
     steps = simulate_model(decoder, gpu, shape, form, naive=bool(algorithms))
     if as_json:
         click.echo(json.dumps(steps_as_dict(decoder, gpu, shape, steps)))

@@ -54,7 +54,7 @@ class Bytes(click.ParamType):
 @click.argument("configs", nargs=-1, required=True, metavar="CONFIG...")
 @click.option("--context", type=click.IntRange(1), help="Tokens of one request.  [default: the model's positions]")
 @click.option("--batch", default=1, show_default=True, type=click.IntRange(1), help="Requests at once.")
-@click.option("--kv-dtype", help="float32, float16, bfloat16, fp8, int8, int4, q8_0, q4_0.  [default: the file's dtype]")
+@click.option("--kv-dtype", help="float32, float16, bfloat16, fp8, fp8_scaled, int8, int4, q8_0, q4_0.  [default: the file's]")
 @click.option("--block-size", default=16, show_default=True, type=click.IntRange(1), help="Tokens in a block of a paged pool.")
 @click.option("--gpu", help="A preset such as h100 or rtx-4090, or a FILE.toml.")
 @click.option("--tensor-parallel", default=1, show_default=True, type=click.IntRange(1), help="GPUs that share the model.")

@@ -13,6 +13,7 @@ from typing import Any
 
 from nanokv.errors import CheckpointError, ConfigError
 from nanokv.files import read_json
+from sim.formats import of_weights
 from sim.planner.kv_formats import kv_format
 from sim.planner.layers import Geometry
 from sim.planner.parameters import count_parameters
@@ -32,7 +33,7 @@ class Weights:
 
 def from_parameters(parameters: int, dtype: str, source: str) -> Weights:
     """`parameters` stored in `dtype`, a packed format with its scales for groups along a row."""
-    form = kv_format(dtype)
+    form = of_weights(kv_format(dtype))
     if not form.group and form.scale_bits:
         return Weights(parameters * form.bits // 8, parameters, f"{source} x {dtype}, scales not counted")
     whole = form.row_bytes(parameters) + (form.scale_bytes(parameters) if form.group else 0)

@@ -1,6 +1,6 @@
 """What every schedule offers: the loop that runs and counts, its closed form, and what it needs on chip."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -9,16 +9,16 @@ import numpy as np
 from nanokv.errors import UsageError
 from sim.formats import FLOAT32, Format
 from sim.gpus import GPU
-from sim.memory import Counts, Kernel, Machine, Tensor
+from sim.memory import Counts, Kernel, Machine, Range, Tensor
 from sim.problem import Problem
-from sim.shape import Shape, TileSize, spans
+from sim.shape import Shape, TileSize, row_tiles, spans
 
 
 class TileSizeError(UsageError):
     """A tile needs more on-chip memory than a thread block has."""
 
 
-Outputs = dict[str, np.ndarray]  # "O", or "dQ", "dK", "dV"; empty when only counting
+Outputs = dict[str, np.ndarray]  # "O", and "L" where it is kept, or "dQ", "dK", "dV"; empty when only counting
 STATISTIC = FLOAT32  # row maxima, sums and log-sum-exps: float32 in every published kernel
 
 
@@ -63,6 +63,14 @@ class Schedule(Protocol):
 def heads_of(shape: Shape, kv: int) -> range:
     """The query heads that read key-value head `kv`, numbered over the batch."""
     return range(kv * shape.group, (kv + 1) * shape.group)
+
+
+def row_blocks(machine: Machine, shape: Shape, tile: TileSize) -> Iterator[tuple[int, int, Range]]:
+    """(key-value head, query head, rows): the row tiles of every head that the machine runs."""
+    for kv in machine.each(shape.all_kv_heads):
+        for head in heads_of(shape, kv):
+            for rows in row_tiles(shape, tile):
+                yield kv, head, rows
 
 
 def clip(shape: Shape, tile: TileSize) -> tuple[int, int]:

@@ -38,7 +38,7 @@ from sim.schedules.base import (
     softmax_scale,
     with_peaks,
 )
-from sim.schedules.gradients import gradient_step, gradient_writes, key_gradients, masked_scores
+from sim.schedules.gradients import Gather, Loaded, gather_counts, gather_on_chip, query_gradient
 from sim.shape import Shape, TileSize, hidden, key_tiles, row_tiles
 
 
@@ -150,77 +150,31 @@ class FlashAttention1Backward:
     stats: bool = True
 
     def run(self, machine: Machine, problem: Problem, tile: TileSize) -> Outputs:
-        shape = problem.shape
-        saved = _Saved(problem)
-        k_all, v_all = kv_tensors(problem)
-        machine.kernel("attention backward")
-        for kv in machine.each(shape.all_kv_heads):
-            if self.init:
-                for head in heads_of(shape, kv):
-                    for rows in row_tiles(shape, tile):
-                        machine.store(saved.dq, head, rows, None)
-                for keys in key_tiles(shape, tile):
-                    machine.store(saved.dk, kv, keys, None)
-                    machine.store(saved.dv, kv, keys, None)
-            for keys in key_tiles(shape, tile):
-                sums = np.zeros((2, keys[1] - keys[0], shape.head_dim), dtype=np.float32)
-                with (
-                    machine.load(k_all, kv, keys) as k,
-                    machine.load(v_all, kv, keys) as v,
-                    machine.hold("dK, dV", 2 * (keys[1] - keys[0]) * shape.head_dim),
-                ):
-                    values = (k.values, v.values) if machine.computes(kv) else None
-                    for head in heads_of(shape, kv):
-                        for rows in row_tiles(shape, tile):
-                            self._step(machine, saved, shape, head, rows, keys, values, sums)
-                    machine.store(saved.dk, kv, keys, sums[0] if values else None)
-                    machine.store(saved.dv, kv, keys, sums[1] if values else None)
-        return outputs(saved.dq, saved.dk, saved.dv)
+        out = new_tensor(problem, "O", problem.shape.head_dim)
+        total, top = (new_tensor(problem, name, 1, STATISTIC) for name in "lm")
+        if problem.computed:
+            forward = problem.gradients
+            for tensor, values in ((out, forward.out), (total, forward.total), (top, forward.top)):
+                tensor.fill(values)
+        operands = (query_tensor(problem), out, output_gradient(problem), query_gradient(problem), total, top)
+        uncounted = () if self.stats else ("l", "m")
+        return Gather(operands, _weights, skips=False, zeros=self._zeros, uncounted=uncounted).run(machine, problem, tile)
 
-    def _step(self, machine: Machine, saved: "_Saved", shape: Shape, head: int, rows: Range, keys: Range,
-              values: tuple[np.ndarray, np.ndarray] | None, sums: np.ndarray) -> None:  # fmt: skip
-        """Lines 9 to 24: one block of rows against the keys on chip; `sums` are dK and dV."""
-        count = (rows[1] - rows[0]) * (keys[1] - keys[0])
-        with (
-            machine.load(saved.q, head, rows) as q,
-            machine.load(saved.o, head, rows) as o,
-            machine.load(saved.grad, head, rows) as grad,
-            machine.load(saved.dq, head, rows) as dq,
-            machine.load(saved.l, head, rows, counted=self.stats) as l,  # noqa: E741 - the paper's name
-            machine.load(saved.m, head, rows, counted=self.stats) as m,
-            machine.hold("P, dP", 2 * count),
-        ):
-            new = None
-            if values is not None:
-                scores = masked_scores(shape, rows, keys, q.values, values[0])
-                weights = np.exp(scores - m.values) / l.values
-                row_sum = (grad.values * o.values).sum(axis=-1, keepdims=True)
-                new = dq.values + gradient_step(shape, q.values, grad.values, weights, row_sum, *values, sums)
-            machine.multiply(10 * count * shape.head_dim)
-            machine.store(saved.dq, head, rows, new)
+    @property
+    def _zeros(self) -> tuple[str, ...]:
+        return ("dQ", "dK", "dV") if self.init else ()
 
     def closed_form(self, shape: Shape, tile: TileSize) -> Counts:
         """Bytes: K, V read and dK, dV written once; Q, O, dO, dQ read and dQ written Tc times, with l and m."""
         counts = Counts()
-        kernel = counts.kernel("attention backward")
-        trips = -(-shape.seq // tile.keys)
-        lines = shape.all_heads * shape.rows
-        line = lines * shape.dtype.row_bytes(shape.head_dim)
-        gradient_writes(kernel, shape, first=self.init, trips=trips)
-        read_kv(kernel, shape, shape.all_kv_heads * shape.seq)
-        for name in ("Q", "O", "dO", "dQ"):
-            kernel.moved(name).hbm_read = trips * line
-        if self.stats:
-            kernel.moved("l").hbm_read = kernel.moved("m").hbm_read = trips * lines * STATISTIC.row_bytes(1)
-        kernel.flops = 10 * lines * shape.seq * shape.head_dim
+        visits, statistics = shape.rows * -(-shape.seq // tile.keys), "lm" if self.stats else ""
+        gather_counts(counts.kernel("attention backward"), shape, visits, shape.rows * shape.seq, ("Q", "O", "dO", "dQ"),
+                      statistics, self._zeros)  # fmt: skip
         return with_peaks(counts, self.on_chip(shape, tile))
 
     def on_chip(self, shape: Shape, tile: TileSize) -> OnChip:
-        """K, V and Q, O, dO, dQ, l, m tiles; dK, dV, P and dP in registers."""
-        rows, keys = clip(shape, tile)
-        statistics = 2 * STATISTIC.row_bytes(1) if self.stats else 0
-        sram = 2 * keys * row_bytes(shape, shape.kv) + rows * (4 * row_bytes(shape, shape.dtype) + statistics)
-        return OnChip(sram, 4 * (2 * keys * shape.head_dim + 2 * rows * keys))
+        """K, V, Q, O, dO, dQ, l and m."""
+        return gather_on_chip(shape, tile, 4, 2 if self.stats else 0)
 
     def auto_tile(self, shape: Shape, gpu: GPU) -> TileSize:
         return _paper_tile(self, shape, gpu)
@@ -241,16 +195,6 @@ class _State:
         self.m = new_tensor(problem, "m", 1, STATISTIC, fill=float(np.finfo(np.float32).min))
 
 
-class _Saved:
-    """What the forward pass left in HBM, and room for the gradients."""
-
-    def __init__(self, problem: Problem):
-        shape = problem.shape
-        self.q, self.o = query_tensor(problem), new_tensor(problem, "O", shape.head_dim)
-        self.grad = output_gradient(problem)
-        self.l, self.m = (new_tensor(problem, name, 1, STATISTIC) for name in "lm")
-        self.dq = new_tensor(problem, "dQ", shape.head_dim)
-        self.dk, self.dv = key_gradients(problem)
-        if self.o.data is not None and self.l.data is not None and self.m.data is not None:
-            forward = problem.gradients
-            self.o.data[:], self.m.data[:], self.l.data[:] = forward.out, forward.top, forward.total
+def _weights(scores: np.ndarray, loaded: Loaded) -> tuple[np.ndarray, np.ndarray]:
+    """P and D of a block of rows from l, m and O (lines 13 and 19 of Algorithm 4)."""
+    return np.exp(scores - loaded["m"]) / loaded["l"], (loaded["dO"] * loaded["O"]).sum(axis=-1, keepdims=True)

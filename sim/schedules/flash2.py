@@ -7,7 +7,7 @@ The backward pass keeps dK and dV on chip and updates dQ in HBM.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
@@ -30,12 +30,13 @@ from sim.schedules.base import (
     outputs,
     query_tensor,
     read_kv,
+    row_blocks,
     row_bytes,
     skipping_steps,
     softmax_scale,
     with_peaks,
 )
-from sim.schedules.gradients import gradient_step, key_gradients, masked_scores
+from sim.schedules.gradients import Gather, Loaded, gather_counts, gather_on_chip, query_gradient
 from sim.shape import Shape, TileSize, hidden, key_tiles, row_tiles, spans
 
 
@@ -66,7 +67,7 @@ class FlashAttention2:
                             out, lse = finish(own), own.m + np.log(own.l)
                         machine.store(o_all, head, rows, out)
                         machine.store(lse_all, head, rows, lse)
-        return outputs(o_all)
+        return outputs(o_all, lse_all)
 
     def closed_form(self, shape: Shape, tile: TileSize) -> Counts:
         """Bytes: Q, O and L once; of K and V what each row tile may see, rounded out to whole key tiles."""
@@ -120,73 +121,34 @@ class FlashAttention2Backward:
     backward: ClassVar[bool] = True
 
     def run(self, machine: Machine, problem: Problem, tile: TileSize) -> Outputs:
-        shape = problem.shape
-        q_all, (k_all, v_all) = query_tensor(problem), kv_tensors(problem)
-        o_all, grad_all = new_tensor(problem, "O", shape.head_dim), output_gradient(problem)
-        lse_all, sum_all = new_tensor(problem, "L", 1, STATISTIC), new_tensor(problem, "D", 1, STATISTIC)
-        dq_all, (dk_all, dv_all) = new_tensor(problem, "dQ", shape.head_dim), key_gradients(problem)
-        if o_all.data is not None and lse_all.data is not None:
+        shape, grad = problem.shape, output_gradient(problem)
+        out = new_tensor(problem, "O", shape.head_dim)
+        lse, row_sum = (new_tensor(problem, name, 1, STATISTIC) for name in "LD")
+        if problem.computed:
             forward = problem.gradients
-            o_all.data[:], lse_all.data[:] = forward.out, forward.lse
-        self._row_sums(machine, shape, tile, o_all, grad_all, sum_all)
-        machine.kernel("attention backward")
-        saved = _Saved(q_all, grad_all, dq_all, lse_all, sum_all)
-        for kv in machine.each(shape.all_kv_heads):
-            for head in heads_of(shape, kv):
-                for rows in row_tiles(shape, tile):
-                    machine.store(dq_all, head, rows, None)
-            for keys in key_tiles(shape, tile):
-                sums = np.zeros((2, keys[1] - keys[0], shape.head_dim), dtype=np.float32)
-                with (
-                    machine.load(k_all, kv, keys) as k,
-                    machine.load(v_all, kv, keys) as v,
-                    machine.hold("dK, dV", 2 * (keys[1] - keys[0]) * shape.head_dim),
-                ):
-                    values = (k.values, v.values) if machine.computes(kv) else None
-                    for head in heads_of(shape, kv):
-                        for rows in row_tiles(shape, tile):
-                            if _meets(shape, rows, keys):
-                                _backward_step(machine, saved, shape, head, rows, keys, values, sums)
-                    machine.store(dk_all, kv, keys, sums[0] if values else None)
-                    machine.store(dv_all, kv, keys, sums[1] if values else None)
-        return outputs(dq_all, dk_all, dv_all)
-
-    def _row_sums(self, machine: Machine, shape: Shape, tile: TileSize, out: Tensor, grad: Tensor, sums: Tensor) -> None:
+            out.fill(forward.out)
+            lse.fill(forward.lse)
         machine.kernel("D = rowsum(dO o O)")
-        for kv in machine.each(shape.all_kv_heads):
-            for head in heads_of(shape, kv):
-                for rows in row_tiles(shape, tile):
-                    with machine.load(out, head, rows) as o, machine.load(grad, head, rows) as g:
-                        value = (o.values * g.values).sum(axis=-1, keepdims=True) if machine.computes(kv) else None
-                        machine.store(sums, head, rows, value)
+        for kv, head, rows in row_blocks(machine, shape, tile):
+            with machine.load(out, head, rows) as o, machine.load(grad, head, rows) as g:
+                value = (o.values * g.values).sum(axis=-1, keepdims=True) if machine.computes(kv) else None
+                machine.store(row_sum, head, rows, value)
+        operands = (query_tensor(problem), grad, query_gradient(problem), lse, row_sum)
+        return Gather(operands, _weights, skips=True, zeros=("dQ",)).run(machine, problem, tile)
 
     def closed_form(self, shape: Shape, tile: TileSize) -> Counts:
         """Bytes: K, V read and dK, dV written once; Q, dO, dQ, L, D read and dQ written for each key tile a row tile meets."""
         counts = Counts()
-        lines = shape.all_heads * shape.rows
-        row, statistic = shape.dtype.row_bytes(shape.head_dim), STATISTIC.row_bytes(1)
+        lines, seen = shape.all_heads * shape.rows, spans(shape, tile)
         kernel = counts.kernel("D = rowsum(dO o O)")
-        kernel.moved("O").hbm_read = kernel.moved("dO").hbm_read = lines * row
-        kernel.moved("D").hbm_write = lines * statistic
-        kernel = counts.kernel("attention backward")
-        seen = spans(shape, tile)
-        visits = shape.all_heads * seen.row_visits
-        kernel.moved("dQ").hbm_write = (lines + visits) * row
-        read_kv(kernel, shape, shape.all_kv_heads * shape.seq)
-        for name in ("Q", "dO", "dQ"):
-            kernel.moved(name).hbm_read = visits * row
-        for name in ("L", "D"):
-            kernel.moved(name).hbm_read = visits * statistic
-        for name in ("dK", "dV"):
-            kernel.moved(name).hbm_write = shape.all_kv_heads * shape.seq * row
-        kernel.flops = 10 * shape.all_heads * seen.pairs * shape.head_dim
+        kernel.moved("O").hbm_read = kernel.moved("dO").hbm_read = lines * shape.dtype.row_bytes(shape.head_dim)
+        kernel.moved("D").hbm_write = lines * STATISTIC.row_bytes(1)
+        gather_counts(counts.kernel("attention backward"), shape, seen.row_visits, seen.pairs, ("Q", "dO", "dQ"), "LD", ("dQ",))
         return with_peaks(counts, self.on_chip(shape, tile))
 
     def on_chip(self, shape: Shape, tile: TileSize) -> OnChip:
-        """K, V and Q, dO, dQ, L, D tiles; dK, dV, P and dP in registers."""
-        rows, keys = clip(shape, tile)
-        sram = 2 * keys * row_bytes(shape, shape.kv) + rows * (3 * row_bytes(shape, shape.dtype) + 2 * STATISTIC.row_bytes(1))
-        return OnChip(sram, 4 * (2 * keys * shape.head_dim + 2 * rows * keys))
+        """K, V, Q, dO, dQ, L and D."""
+        return gather_on_chip(shape, tile, 3, 2)
 
     def auto_tile(self, shape: Shape, gpu: GPU) -> TileSize:
         return best_tile(self, shape, gpu, lambda counts: counts.total.hbm)
@@ -198,37 +160,6 @@ class FlashAttention2Backward:
         needs_prefill(self.name, shape)
 
 
-class _Saved(NamedTuple):
-    """What a backward step loads for a block of rows."""
-
-    q: Tensor
-    grad: Tensor
-    dq: Tensor
-    lse: Tensor
-    row_sum: Tensor
-
-
-def _backward_step(machine: Machine, saved: _Saved, shape: Shape, head: int, rows: Range, keys: Range,
-                   values: tuple[np.ndarray, np.ndarray] | None, sums: np.ndarray) -> None:  # fmt: skip
-    """Lines 8 to 15: one block of rows against the keys on chip; `sums` are dK and dV."""
-    count = (rows[1] - rows[0]) * (keys[1] - keys[0])
-    with (
-        machine.load(saved.q, head, rows) as q,
-        machine.load(saved.grad, head, rows) as grad,
-        machine.load(saved.dq, head, rows) as dq,
-        machine.load(saved.lse, head, rows) as lse,
-        machine.load(saved.row_sum, head, rows) as row_sum,
-        machine.hold("P, dP", 2 * count),
-    ):
-        new = None
-        if values is not None:
-            weights = np.exp(masked_scores(shape, rows, keys, q.values, values[0]) - lse.values)
-            new = dq.values + gradient_step(shape, q.values, grad.values, weights, row_sum.values, *values, sums)
-        machine.multiply(10 * count * shape.head_dim)
-        machine.store(saved.dq, head, rows, new)
-
-
-def _meets(shape: Shape, rows: Range, keys: Range) -> bool:
-    """Whether some of these rows may see some of these keys."""
-    first, last = shape.key_range(rows)
-    return keys[0] < last and first < keys[1]
+def _weights(scores: np.ndarray, loaded: Loaded) -> tuple[np.ndarray, np.ndarray]:
+    """P from the log-sum-exp (line 11 of Algorithm 2), and D as the first kernel left it."""
+    return np.exp(scores - loaded["L"]), loaded["D"]

@@ -6,34 +6,35 @@ what no sequence of separate kernels can beat, whatever its tiles. A real produc
 on the cache for it; those re-reads are counted on the SRAM side, and go to HBM too when an L2 is simulated and is too small.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
 from nanokv.attention import Partial, combine
-from sim.fold import product
 from sim.formats import BYTE
 from sim.gpus import GPU
-from sim.memory import Counts, Machine, Tensor
+from sim.memory import Counts, Machine, Range, Tensor
 from sim.problem import Problem
 from sim.schedules.base import (
     OnChip,
     Outputs,
     best_tile,
     clip,
-    heads_of,
     kv_tensors,
     new_tensor,
     outputs,
     prefill_steps,
     query_tensor,
     read_kv,
+    row_blocks,
     row_bytes,
     softmax_scale,
     with_peaks,
 )
-from sim.shape import Shape, TileSize, hidden, key_tiles, row_tiles
+from sim.schedules.gradients import hide
+from sim.schedules.passes import elementwise, outer, over_keys
+from sim.shape import Shape, TileSize, key_tiles
 
 
 @dataclass(frozen=True)
@@ -48,66 +49,44 @@ class Naive:
 
     def run(self, machine: Machine, problem: Problem, tile: TileSize) -> Outputs:
         shape = problem.shape
-        scores = new_tensor(problem, "S", shape.seq)
-        score_kernel(machine, problem, tile, scores)
+        q_all, (k_all, v_all), out = query_tensor(problem), kv_tensors(problem), new_tensor(problem, "O", shape.head_dim)
+        scores, weights = new_tensor(problem, "S", shape.seq), new_tensor(problem, "P", shape.seq)
+        machine.kernel("QK^T")
+        outer(machine, shape, tile, q_all, k_all, scores, softmax_scale(shape))
         if self.mask:
-            scores = self._mask(machine, problem, tile, scores)
-        weights = new_tensor(problem, "P", shape.seq)
-        self._softmax(machine, problem, tile, scores, weights)
+            masked = new_tensor(problem, "S masked", shape.seq)
+            machine.kernel("mask")
+            elementwise(machine, shape, tile, [scores], [masked], lambda s, rows, keys: hide(s, shape, rows, keys))
+            scores = masked
+        machine.kernel("softmax")
+        self._softmax(machine, shape, tile, scores, weights)
         if self.dropout:
-            weights = self._dropout(machine, problem, tile, weights)
-        out = new_tensor(problem, "O", shape.head_dim)
-        value_kernel(machine, problem, tile, weights, out)
+            keep, dropped = Tensor("dropout mask", shape.seq, BYTE), replace(weights, name="P dropped")
+            machine.kernel("dropout")
+            elementwise(machine, shape, tile, [weights], [keep, dropped])
+            weights = dropped
+        machine.kernel("PV")
+        over_keys(machine, shape, tile, weights, v_all, out)
         return outputs(out)
 
-    def _mask(self, machine: Machine, problem: Problem, tile: TileSize, scores: Tensor) -> Tensor:
-        shape = problem.shape
-        masked = new_tensor(problem, "S masked", shape.seq)
-        machine.kernel("mask")
-        for kv in machine.each(shape.all_kv_heads):
-            for head in heads_of(shape, kv):
-                for rows in row_tiles(shape, tile):
-                    for keys in key_tiles(shape, tile):
-                        with machine.load(scores, head, rows, keys) as s:
-                            value = _hide(s.values, shape, rows, keys) if machine.computes(kv) else None
-                            machine.store(masked, head, rows, value, keys)
-        return masked
-
-    def _softmax(self, machine: Machine, problem: Problem, tile: TileSize, scores: Tensor, weights: Tensor) -> None:
+    def _softmax(self, machine: Machine, shape: Shape, tile: TileSize, scores: Tensor, weights: Tensor) -> None:
         """Twice over a row tile's scores: maximum and sum first (the second read comes from a cache), then the weights."""
-        shape = problem.shape
-        machine.kernel("softmax")
-        for kv in machine.each(shape.all_kv_heads):
-            for head in heads_of(shape, kv):
-                for rows in row_tiles(shape, tile):
-                    with machine.hold("m, l", 2 * (rows[1] - rows[0])):
-                        state: Partial | None = None
-                        for keys in key_tiles(shape, tile):
-                            with machine.load(scores, head, rows, keys) as s:
-                                if machine.computes(kv):
-                                    state = _statistics(state, self._seen(s.values, shape, rows, keys))
-                        for keys in key_tiles(shape, tile):
-                            with machine.load(scores, head, rows, keys, cached=True) as s:
-                                p = None
-                                if state is not None:
-                                    p = np.exp(self._seen(s.values, shape, rows, keys) - state.m) / state.l
-                                machine.store(weights, head, rows, p, keys)
+        for kv, head, rows in row_blocks(machine, shape, tile):
+            with machine.hold("m, l", 2 * (rows[1] - rows[0])):
+                state: Partial | None = None
+                for keys in key_tiles(shape, tile):
+                    with machine.load(scores, head, rows, keys) as s:
+                        if machine.computes(kv):
+                            state = _statistics(state, self._seen(s.values, shape, rows, keys))
+                for keys in key_tiles(shape, tile):
+                    with machine.load(scores, head, rows, keys, cached=True) as s:
+                        p = None
+                        if state is not None:
+                            p = np.exp(self._seen(s.values, shape, rows, keys) - state.m) / state.l
+                        machine.store(weights, head, rows, p, keys)
 
-    def _seen(self, scores: np.ndarray, shape: Shape, rows: tuple[int, int], keys: tuple[int, int]) -> np.ndarray:
-        return scores if self.mask else _hide(scores, shape, rows, keys)
-
-    def _dropout(self, machine: Machine, problem: Problem, tile: TileSize, weights: Tensor) -> Tensor:
-        shape = problem.shape
-        dropped, keep = new_tensor(problem, "P dropped", shape.seq), Tensor("dropout mask", shape.seq, BYTE)
-        machine.kernel("dropout")
-        for kv in machine.each(shape.all_kv_heads):
-            for head in heads_of(shape, kv):
-                for rows in row_tiles(shape, tile):
-                    for keys in key_tiles(shape, tile):
-                        with machine.load(weights, head, rows, keys) as p:
-                            machine.store(keep, head, rows, None, keys)
-                            machine.store(dropped, head, rows, p.values if machine.computes(kv) else None, keys)
-        return dropped
+    def _seen(self, scores: np.ndarray, shape: Shape, rows: Range, keys: Range) -> np.ndarray:
+        return scores if self.mask else hide(scores, shape, rows, keys)
 
     def closed_form(self, shape: Shape, tile: TileSize) -> Counts:
         """Bytes: 2 reads and 2 writes of N x S elements, one of each of Q, K, V and O; the masks' passes beside them."""
@@ -157,48 +136,6 @@ class Naive:
 
     def check(self, shape: Shape, tile: TileSize) -> None:
         """Any shape and tile will do."""
-
-
-def score_kernel(machine: Machine, problem: Problem, tile: TileSize, scores: Tensor) -> None:
-    """The kernel S = Q K^T, scaled, nothing masked."""
-    shape = problem.shape
-    q_all, (k_all, _) = query_tensor(problem), kv_tensors(problem)
-    machine.kernel("QK^T")
-    for kv in machine.each(shape.all_kv_heads):
-        for head in heads_of(shape, kv):
-            for rows in row_tiles(shape, tile):
-                again = head > kv * shape.group or rows[0] > 0
-                with machine.load(q_all, head, rows) as q:
-                    for keys in key_tiles(shape, tile):
-                        count = (rows[1] - rows[0]) * (keys[1] - keys[0])
-                        with machine.load(k_all, kv, keys, cached=again) as k, machine.hold("S", count):
-                            value = product(q.values * softmax_scale(shape), k.values.T) if machine.computes(kv) else None
-                            machine.store(scores, head, rows, value, keys)
-                            machine.multiply(2 * count * shape.head_dim)
-
-
-def value_kernel(machine: Machine, problem: Problem, tile: TileSize, weights: Tensor, out: Tensor) -> None:
-    """The kernel O = P V."""
-    shape = problem.shape
-    _, v_all = kv_tensors(problem)
-    machine.kernel("PV")
-    for kv in machine.each(shape.all_kv_heads):
-        for head in heads_of(shape, kv):
-            for rows in row_tiles(shape, tile):
-                again = head > kv * shape.group or rows[0] > 0
-                total = np.zeros((rows[1] - rows[0], shape.head_dim), dtype=np.float32) if machine.computes(kv) else None
-                with machine.hold("O", (rows[1] - rows[0]) * shape.head_dim):
-                    for keys in key_tiles(shape, tile):
-                        with machine.load(weights, head, rows, keys) as p, machine.load(v_all, kv, keys, cached=again) as v:
-                            if total is not None:
-                                total += product(p.values, v.values)
-                            machine.multiply(2 * (rows[1] - rows[0]) * (keys[1] - keys[0]) * shape.head_dim)
-                    machine.store(out, head, rows, total)
-
-
-def _hide(scores: np.ndarray, shape: Shape, rows: tuple[int, int], keys: tuple[int, int]) -> np.ndarray:
-    mask = hidden(shape, rows, keys)
-    return scores if mask is None else np.where(mask, np.float32(-np.inf), scores)
 
 
 def _statistics(state: Partial | None, scores: np.ndarray) -> Partial:

@@ -4,13 +4,11 @@ Kernels, each reading its operands and writing its result once: dV = P^T dO; dP 
 dQ = dS K; dK = dS^T Q. Seven passes over N x S elements and eight over N x D.
 """
 
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
-from sim.fold import product
 from sim.formats import BYTE
 from sim.gpus import GPU
 from sim.memory import Counts, Machine, Tensor
@@ -20,7 +18,6 @@ from sim.schedules.base import (
     Outputs,
     best_tile,
     clip,
-    heads_of,
     kv_tensors,
     needs_prefill,
     new_tensor,
@@ -29,12 +26,14 @@ from sim.schedules.base import (
     prefill_steps,
     query_tensor,
     read_kv,
+    row_blocks,
     row_bytes,
     softmax_scale,
     with_peaks,
 )
 from sim.schedules.gradients import key_gradients
-from sim.shape import Shape, TileSize, key_tiles, row_tiles
+from sim.schedules.passes import elementwise, outer, over_keys, over_rows
+from sim.shape import Shape, TileSize, key_tiles
 
 
 @dataclass(frozen=True)
@@ -52,50 +51,48 @@ class NaiveBackward:
         p_all, grad_all = new_tensor(problem, "P", shape.seq), output_gradient(problem)
         if p_all.data is not None:
             p_all.data[:] = problem.gradients.weights
-        kept = Tensor("P dropped", shape.seq, shape.dtype, p_all.data) if self.dropout else p_all
+        kept = replace(p_all, name="P dropped") if self.dropout else p_all
         dp_all, ds_all = new_tensor(problem, "dP", shape.seq), new_tensor(problem, "dS", shape.seq)
         dq_all, (dk_all, dv_all) = new_tensor(problem, "dQ", shape.head_dim), key_gradients(problem)
 
         machine.kernel("dV = P^T dO")
-        _over_rows(machine, shape, tile, kept, grad_all, dv_all)
+        over_rows(machine, shape, tile, kept, grad_all, dv_all)
         machine.kernel("dP = dO V^T")
-        _outer(machine, shape, tile, grad_all, v_all, dp_all)
+        outer(machine, shape, tile, grad_all, v_all, dp_all)
         if self.dropout:
-            dropped = Tensor("dP dropped", shape.seq, shape.dtype, dp_all.data)
+            dropped = replace(dp_all, name="dP dropped")
             machine.kernel("dropout")
-            _elementwise(machine, shape, tile, [dp_all, Tensor("dropout mask", shape.seq, BYTE)], dropped)
+            elementwise(machine, shape, tile, [dp_all, Tensor("dropout mask", shape.seq, BYTE)], [dropped])
             dp_all = dropped
+        machine.kernel("dS = P o (dP - D)")
         self._softmax(machine, shape, tile, p_all, dp_all, ds_all)
         if self.mask:
-            masked = Tensor("dS masked", shape.seq, shape.dtype, ds_all.data)
+            masked = replace(ds_all, name="dS masked")
             machine.kernel("mask")
-            _elementwise(machine, shape, tile, [ds_all], masked)
+            elementwise(machine, shape, tile, [ds_all], [masked])
             ds_all = masked
         machine.kernel("dQ = dS K")
-        _over_keys(machine, shape, tile, ds_all, k_all, dq_all)
+        over_keys(machine, shape, tile, ds_all, k_all, dq_all, softmax_scale(shape))
         machine.kernel("dK = dS^T Q")
-        _over_rows(machine, shape, tile, ds_all, q_all, dk_all, softmax_scale(shape))
+        over_rows(machine, shape, tile, ds_all, q_all, dk_all, softmax_scale(shape))
         return outputs(dq_all, dk_all, dv_all)
 
     def _softmax(self, machine: Machine, shape: Shape, tile: TileSize, p_all: Tensor, dp_all: Tensor, ds_all: Tensor) -> None:
         """Twice over a row tile: the row sum of P o dP first (the second read comes from a cache), then dS."""
-        machine.kernel("dS = P o (dP - D)")
-        for kv in machine.each(shape.all_kv_heads):
-            for head in heads_of(shape, kv):
-                for rows in row_tiles(shape, tile):
-                    row_sum = np.zeros((rows[1] - rows[0], 1), dtype=np.float32)
-                    with machine.hold("D", rows[1] - rows[0]):
-                        for keys in key_tiles(shape, tile):
-                            with machine.load(p_all, head, rows, keys) as p, machine.load(dp_all, head, rows, keys) as dp:
-                                if machine.computes(kv):
-                                    row_sum += (p.values * dp.values).sum(axis=-1, keepdims=True)
-                        for keys in key_tiles(shape, tile):
-                            with (
-                                machine.load(p_all, head, rows, keys, cached=True) as p,
-                                machine.load(dp_all, head, rows, keys, cached=True) as dp,
-                            ):
-                                value = p.values * (dp.values - row_sum) if machine.computes(kv) else None
-                                machine.store(ds_all, head, rows, value, keys)
+        for kv, head, rows in row_blocks(machine, shape, tile):
+            row_sum = np.zeros((rows[1] - rows[0], 1), dtype=np.float32)
+            with machine.hold("D", rows[1] - rows[0]):
+                for keys in key_tiles(shape, tile):
+                    with machine.load(p_all, head, rows, keys) as p, machine.load(dp_all, head, rows, keys) as dp:
+                        if machine.computes(kv):
+                            row_sum += (p.values * dp.values).sum(axis=-1, keepdims=True)
+                for keys in key_tiles(shape, tile):
+                    with (
+                        machine.load(p_all, head, rows, keys, cached=True) as p,
+                        machine.load(dp_all, head, rows, keys, cached=True) as dp,
+                    ):
+                        value = p.values * (dp.values - row_sum) if machine.computes(kv) else None
+                        machine.store(ds_all, head, rows, value, keys)
 
     def closed_form(self, shape: Shape, tile: TileSize) -> Counts:
         """Seven N x S and eight N x D passes; re-reads of the small operands come from a cache."""
@@ -157,64 +154,3 @@ class NaiveBackward:
 
     def check(self, shape: Shape, tile: TileSize) -> None:
         needs_prefill(self.name, shape)
-
-
-def _outer(machine: Machine, shape: Shape, tile: TileSize, left: Tensor, right: Tensor, out: Tensor) -> None:
-    """out [N, S] = left [N, D] @ right [S, D]^T, right by key-value head."""
-    for kv in machine.each(shape.all_kv_heads):
-        for head in heads_of(shape, kv):
-            for rows in row_tiles(shape, tile):
-                again = head > kv * shape.group or rows[0] > 0
-                with machine.load(left, head, rows) as a:
-                    for keys in key_tiles(shape, tile):
-                        count = (rows[1] - rows[0]) * (keys[1] - keys[0])
-                        with machine.load(right, kv, keys, cached=again) as b, machine.hold(out.name, count):
-                            machine.store(
-                                out, head, rows, product(a.values, b.values.T) if machine.computes(kv) else None, keys
-                            )
-                            machine.multiply(2 * count * shape.head_dim)
-
-
-def _over_keys(machine: Machine, shape: Shape, tile: TileSize, square: Tensor, right: Tensor, out: Tensor) -> None:
-    """out [N, D] = square [N, S] @ right [S, D], scaled, right by key-value head."""
-    for kv in machine.each(shape.all_kv_heads):
-        for head in heads_of(shape, kv):
-            for rows in row_tiles(shape, tile):
-                again = head > kv * shape.group or rows[0] > 0
-                total = np.zeros((rows[1] - rows[0], shape.head_dim), dtype=np.float32)
-                with machine.hold(out.name, total.size):
-                    for keys in key_tiles(shape, tile):
-                        with machine.load(square, head, rows, keys) as a, machine.load(right, kv, keys, cached=again) as b:
-                            if machine.computes(kv):
-                                total += product(a.values, b.values)
-                            machine.multiply(2 * (rows[1] - rows[0]) * (keys[1] - keys[0]) * shape.head_dim)
-                    machine.store(out, head, rows, total * softmax_scale(shape) if machine.computes(kv) else None)
-
-
-def _over_rows(machine: Machine, shape: Shape, tile: TileSize, square: Tensor, right: Tensor, out: Tensor,
-               scale: np.float32 | int = 1) -> None:  # fmt: skip
-    """out [S, D] = the sum over the group of square [N, S]^T @ right [N, D], times scale."""
-    for kv in machine.each(shape.all_kv_heads):
-        for keys in key_tiles(shape, tile):
-            total = np.zeros((keys[1] - keys[0], shape.head_dim), dtype=np.float32)
-            with machine.hold(out.name, total.size):
-                for head in heads_of(shape, kv):
-                    for rows in row_tiles(shape, tile):
-                        again = keys[0] > 0
-                        with machine.load(square, head, rows, keys) as a, machine.load(right, head, rows, cached=again) as b:
-                            if machine.computes(kv):
-                                total += product(a.values.T, b.values)
-                            machine.multiply(2 * (rows[1] - rows[0]) * (keys[1] - keys[0]) * shape.head_dim)
-                machine.store(out, kv, keys, total * scale if machine.computes(kv) else None)
-
-
-def _elementwise(machine: Machine, shape: Shape, tile: TileSize, sources: list[Tensor], out: Tensor) -> None:
-    """A pass that reads the sources and writes `out`, which has the first one's values: nothing is dropped or masked twice."""
-    for kv in machine.each(shape.all_kv_heads):
-        for head in heads_of(shape, kv):
-            for rows in row_tiles(shape, tile):
-                for keys in key_tiles(shape, tile):
-                    with ExitStack() as loaded:
-                        for source in sources:
-                            loaded.enter_context(machine.load(source, head, rows, keys))
-                        machine.store(out, head, rows, None, keys)

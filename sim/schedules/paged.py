@@ -50,6 +50,10 @@ class PagedDecode:
     backward: ClassVar[bool] = False
     block_size: int = 16
 
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise UsageError(f"block size must be at least 1, not {self.block_size}")
+
     def run(self, machine: Machine, problem: Problem, tile: TileSize) -> Outputs:
         shape = problem.shape
         q_all, out = query_tensor(problem), new_tensor(problem, "O", shape.head_dim)
@@ -134,8 +138,6 @@ class PagedDecode:
 
     def check(self, shape: Shape, tile: TileSize) -> None:
         needs_one_query(self.name, shape)
-        if self.block_size < 1:
-            raise UsageError(f"block size must be at least 1, not {self.block_size}")
         if tile.keys % self.block_size and self.block_size % tile.keys:
             raise UsageError(f"a tile of {tile.keys} keys and blocks of {self.block_size} tokens do not divide each other")
 

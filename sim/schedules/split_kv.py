@@ -26,7 +26,7 @@ from sim.schedules.decode import (
     visible_tiles,
     widest_tile,
 )
-from sim.shape import Shape, TileSize
+from sim.shape import Shape, TileSize, tile_count
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,13 @@ class SplitKV:
     splits: int | None = None
     multiprocessors: int = 108
 
+    def __post_init__(self) -> None:
+        if self.splits is not None and self.splits < 1:
+            raise UsageError(f"splits must be at least 1, not {self.splits}")
+
     def parts(self, shape: Shape, tile: TileSize) -> list[list[Range]]:
         """The key tiles of each split."""
+        tile_count(shape.seq, tile.keys)
         tiles = list(visible_tiles(shape, tile))
         wanted = self.splits or -(-self.multiprocessors // shape.all_kv_heads)
         each = -(-len(tiles) // min(wanted, len(tiles)))
@@ -76,13 +81,13 @@ class SplitKV:
         machine.kernel("reduction")
         for kv in machine.each(shape.all_kv_heads):
             for head in heads_of(shape, kv):
-                with (
-                    machine.load(partial_lse, head, (0, len(parts))) as lse_tile,
-                    machine.hold("O", shape.head_dim),
-                ):
+                with ExitStack() as held:
+                    sums = [held.enter_context(machine.load(partial_lse, head, (i, i + 1))) for i in range(len(parts))]
+                    held.enter_context(machine.hold("O", shape.head_dim))
                     total = None
                     if machine.computes(kv):
-                        share = np.exp(lse_tile.values - lse_tile.values.max())  # [splits, 1]
+                        lse = np.concatenate([each.values for each in sums])  # [splits, 1]
+                        share = np.exp(lse - lse.max())
                         share /= share.sum()
                         total = np.zeros((1, shape.head_dim), dtype=np.float32)
                     for split in range(len(parts)):
@@ -126,5 +131,3 @@ class SplitKV:
 
     def check(self, shape: Shape, tile: TileSize) -> None:
         needs_one_query(self.name, shape)
-        if self.splits is not None and self.splits < 1:
-            raise UsageError(f"splits must be at least 1, not {self.splits}")

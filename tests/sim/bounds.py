@@ -44,6 +44,13 @@ def output_bound(problem: Problem, keys: int) -> float:
     return 2 * 2 * (eta + gamma(keys + 3 * tiles + 2)) * float(np.abs(problem.arrays.v).max())
 
 
+def lse_bound(problem: Problem, keys: int) -> float:
+    """The same for the log-sum-exp m + log l: its sums, log and addition round once more each."""
+    tiles = -(-problem.shape.seq // keys)
+    eta = _weight_error(problem, tiles) + gamma(keys + 3 * tiles + 2)
+    return 2 * (eta + 4 * UNIT * (1 + float(np.abs(problem.gradients.lse).max())))
+
+
 def gradient_bound(problem: Problem, keys: int) -> float:
     """The same for dQ, dK and dV, over all their elements."""
     shape, arrays = problem.shape, problem.arrays

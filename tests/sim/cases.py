@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from nanokv.errors import UsageError
-from sim.formats import FORMATS
+from sim.formats import COMPUTE, FORMATS
 from sim.memory import Counts, Machine, Moved, Values
 from sim.problem import make_problem
 from sim.schedules import BACKWARD, PREFILL, Schedule, get_schedule
@@ -20,10 +20,10 @@ def shapes(draw: st.DrawFn, kind: str = "prefill") -> Shape:
     window = draw(st.none() | st.integers(1, 320)) if causal else None
     rows = {"decode": 1, "backward": seq}.get(kind) or draw(st.integers(1, seq))
     kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3]))
-    kv_dtype = FORMATS["float16"] if kind == "backward" else draw(st.sampled_from(list(FORMATS.values())))
+    dtype, kv_dtype = FORMATS[draw(st.sampled_from(COMPUTE))], draw(st.none() | st.sampled_from(list(FORMATS.values())))
     return Shape(
         seq, kv_heads * group, draw(st.sampled_from([4, 16, 33])), rows, kv_heads, draw(st.integers(1, 2)), causal, window,
-        FORMATS["float16"], kv_dtype,
+        dtype, kv_dtype,
     )  # fmt: skip
 
 

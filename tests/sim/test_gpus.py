@@ -37,11 +37,11 @@ def test_known_numbers() -> None:
     assert round(a100.sram_total / 2**20, 1) == 17.3
     assert (h100.bandwidth, h100.rate("bfloat16"), h100.rate("fp8_e4m3"), h100.sram) == (
         3350 * 10**9,
-        989e12,
+        989.4e12,
         1979e12,
         227 * KIB,
     )
-    assert (l40s.bandwidth, l40s.l2, l40s.rate("float16")) == (864 * 10**9, 96 << 20, 362e12)
+    assert (l40s.bandwidth, l40s.l2, l40s.rate("float16")) == (864 * 10**9, 96 << 20, 362.05e12)
     paper = get_gpu("a100-paper")
     assert (paper.sram, paper.bandwidth, paper.sram_bandwidth, paper.host_bandwidth) == (
         192 * KIB,
@@ -49,6 +49,52 @@ def test_known_numbers() -> None:
         19 * 10**12,
         128 * 10**8,
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "lanes", "gigahertz", "products", "boost"),
+    [
+        ("a100-40", 64, 1.41, 1024, 1.41),
+        ("a100-80", 64, 1.41, 1024, 1.41),
+        ("a100-paper", 64, 1.41, 1024, 1.41),
+        ("h100", 128, 1.98, 2048, 1.83),
+        ("h200", 128, 1.98, 2048, 1.83),
+        ("l4", 128, 2.04, 512, 2.04),
+        ("l40s", 128, 2.52, 512, 2.49),
+        ("rtx-4090", 128, 2.52, 256, 2.52),
+        ("rtx-3090", 128, 1.695, 256, 1.695),
+        ("t4", 64, 1.59, 512, 1.59),
+        ("mi300x", 128, 2.1, 1024, 2.1),
+    ],
+)
+def test_rates_follow_from_units_and_clock(name: str, lanes: int, gigahertz: float, products: int, boost: float) -> None:
+    """Two operations a clock for each float32 lane and 16-bit product of a multiprocessor; two or three digits are printed."""
+    gpu = get_gpu(name)
+    assert gpu.rate("float32") == pytest.approx(2 * lanes * gpu.multiprocessors * gigahertz * 1e9, rel=1e-2)
+    assert gpu.rate("float16") == pytest.approx(2 * products * gpu.multiprocessors * boost * 1e9, rel=1e-2)
+
+
+def test_eight_bits_are_twice_sixteen() -> None:
+    for gpu in PRESETS.values():
+        for name in {"fp8_e4m3", "int8"} & set(gpu.rates):
+            assert gpu.rates[name] == pytest.approx(2 * gpu.rates["float16"], rel=0.02)  # L40S: 733 to 2 x 362.05
+
+
+@pytest.mark.parametrize(
+    ("name", "bandwidth", "shared", "block", "l2"),
+    [
+        ("a100-40", 1555, 164, 163, 40), ("a100-80", 2039, 164, 163, 40), ("h100", 3350, 228, 227, 50),
+        ("h200", 4800, 228, 227, 50), ("b200", 8000, 228, 227, 126), ("l4", 300, 100, 99, 48), ("l40s", 864, 100, 99, 96),
+        ("rtx-4090", 1008, 100, 99, 72), ("rtx-3090", 936, 100, 99, 6), ("t4", 320, 64, 64, 4), ("mi300x", 5300, 64, 64, 32),
+    ],
+)  # fmt: skip
+def test_bandwidth_and_on_chip_memory(name: str, bandwidth: int, shared: int, block: int, l2: int) -> None:
+    """The vendors' data sheets and CCCL's arch_traits.h, as the table that the presets were written from has them."""
+    gpu = get_gpu(name)
+    assert (gpu.bandwidth, gpu.sram, gpu.l2) == (bandwidth * 10**9, block * KIB, l2 << 20)
+    assert gpu.sram_total == gpu.multiprocessors * shared * KIB
+    assert gpu.registers == 256 * KIB
+    assert get_gpu("a100-paper").registers is None
 
 
 def test_a_t4_has_no_bfloat16() -> None:
@@ -77,6 +123,7 @@ def test_a_file_gives_a_gpu(tmp_path: Path) -> None:
         (("[tera_ops]\nfloat16 = 71\nfloat32 = 35.6\n", ""), r"no table \[tera_ops\]"),
         (('name = "mine"', 'name = "mine'), "is not TOML"),
         (("sram_kb_per_block = 99", "sram_kb_per_block = 1e-6"), "is less than one"),
+        (("sram_kb_per_block = 99", "sram_kb_per_block = 101"), "is less than sram_kb_per_block"),
     ],
 )
 def test_a_bad_file_is_one_line(tmp_path: Path, change: tuple[str, str], message: str) -> None:

@@ -18,7 +18,7 @@ from sim.schedules import BACKWARD, DECODE, PREFILL, SCHEDULES, get_schedule
 from sim.schedules.base import largest_square
 from sim.schedules.paged import PagedDecode
 from sim.shape import Shape, TileSize
-from tests.sim.bounds import gradient_bound, output_bound
+from tests.sim.bounds import gradient_bound, lse_bound, output_bound
 from tests.sim.cases import FORWARD_TILED, cases, counted, options, plain, shapes, tiles
 
 every_schedule = pytest.mark.parametrize("name", sorted(SCHEDULES))
@@ -57,6 +57,13 @@ def test_the_output_is_attention_within_the_rounding_bound(name: str, data: st.D
     bound = gradient_bound(problem, keys) if schedule.backward else output_bound(problem, keys)
     assert problem.error(outputs) <= bound
     assert bound < (0.1 if schedule.backward else 1e-3)  # a bound that says something: the values are of unit size
+
+
+@given(shapes(), tiles)
+def test_flash2_keeps_the_log_sum_exp(shape: Shape, tile: TileSize) -> None:
+    problem = make_problem(shape, Values.ALL)
+    kept = get_schedule("flash2").run(Machine(values=Values.ALL), problem, tile)["L"]
+    assert np.abs(kept - problem.gradients.lse).max() <= lse_bound(problem, min(tile.keys, 512)) < 1e-3
 
 
 def test_parts_of_unequal_weight_combine() -> None:
@@ -100,9 +107,11 @@ def test_no_decoding_moves_less_than_the_least(shape: Shape, splits: int | None,
 
 @given(shapes(), st.integers(1, 40), st.integers(0, 4000))
 def test_bytes_fall_weakly_as_sram_grows(shape: Shape, kilobytes: int, more: int) -> None:
+    """flash2 from where the paper's smallest block, 64 x 64, fits: below, a smaller one may read fewer hidden keys."""
     for name in ("flash1", "flash2", "naive"):
         schedule, moved = get_schedule(name), []
-        for sram in (kilobytes << 10, (kilobytes << 10) + more, 1 << 20):
+        least = schedule.on_chip(shape, TileSize(64, 64)).sram if name == "flash2" else kilobytes << 10
+        for sram in (least, least + more, 1 << 20):
             gpu = replace(get_gpu("a100-80"), sram=sram)
             moved.append(schedule.closed_form(shape, schedule.auto_tile(shape, gpu)).total.hbm)
         assert moved == sorted(moved, reverse=True)
@@ -151,11 +160,12 @@ def test_the_waste_of_paging_is_less_than_two_blocks_and_counted_apart(shape: Sh
 
 @given(shapes("decode"))
 def test_scales_are_counted_apart_from_codes(shape: Shape) -> None:
-    """int8: one byte an element and a float32 a row; int4: half a byte, and a float16 scale and minimum for 32 elements."""
+    """int8: one byte an element and a float32 a row; int4: half a byte, and a float32 minimum and span for 32 elements."""
     first, last = shape.key_range((0, 1))
     rows, dim = shape.all_kv_heads * (last - first), shape.head_dim
     for name, codes, scales in (("float32", 4 * dim, 0), ("float16", 2 * dim, 0), ("fp8_e4m3", dim, 0), ("int8", dim, 4),
-                                ("int4", -(-dim // 2), 4 * -(-dim // 32))):  # fmt: skip
+                                ("fp8_scaled", dim, 4),
+                                ("int4", -(-dim // 2), 8 * -(-dim // 32))):  # fmt: skip
         moved = get_schedule("decode").closed_form(replace(shape, kv_dtype=FORMATS[name]), TileSize(1, 128)).per_tensor()
         assert moved["K"].hbm_read == moved["V"].hbm_read == rows * codes
         assert ("K scales" in moved) == bool(scales)
@@ -180,6 +190,19 @@ def test_flash2_reads_k_and_v_once_for_each_row_tile(keys: int) -> None:
     for rows, gigabytes in ((64, 4.568), (128, 2.420)):
         total = get_schedule("flash2").closed_form(shape, TileSize(rows, keys)).total
         assert total.hbm / 1e9 == pytest.approx(gigabytes, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "without", "zeros"), [(64, 6.98, 7.12), (128, 3.62, 3.77), (256, 1.95, 2.09), (512, 1.11, 1.25)]
+)
+def test_bytes_fall_with_the_block_as_in_figure_2(keys: int, without: float, zeros: float) -> None:
+    """FlashAttention's figure 2, middle (blocks 64 to 512, about 6 to 2 GB and flat beyond 256): Algorithm 1 in GB by hand."""
+    shape = Shape(1024, heads=16, head_dim=64, batch=64, causal=False)
+    for init, gigabytes in ((False, without), (True, zeros)):
+        total = get_schedule("flash1", init=init).closed_form(shape, TileSize(64, keys)).total
+        trips, line, statistics = 1024 // keys, 1024 * 64 * 2, 1024 * 8
+        assert total.hbm == 1024 * (2 * line + trips * (3 * line + 2 * statistics) + init * (line + statistics))
+        assert total.hbm / 1e9 == pytest.approx(gigabytes, abs=0.006)
 
 
 def test_flash1_follows_algorithm_1() -> None:

@@ -113,6 +113,15 @@ def test_a_missing_extra_is_one_line_that_names_it(monkeypatch: pytest.MonkeyPat
             run_points(made("seq=64"), workers)
 
 
-def test_zero_workers_are_refused() -> None:
-    with pytest.raises(UsageError, match="at least 1"):
-        run_points(made("seq=64"), "0")
+@pytest.mark.parametrize(
+    ("workers", "message"),
+    [
+        ("0", "at least 1"),
+        ("4096", "more than 1024"),
+        *((each, "neither a number of processes nor an address") for each in ("-1", "two", "2.5", "tcp://", "host:", "")),
+    ],
+)
+def test_bad_workers_are_refused_before_anything_starts(workers: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        run_points(made("seq=64"), workers)
+    assert "\n" not in str(caught.value)

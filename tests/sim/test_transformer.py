@@ -12,6 +12,8 @@ from benchmarks.simulator_figures import LLAMA2_7B, LLAMA31_8B
 from nanokv.errors import ConfigError
 from sim.formats import FORMATS
 from sim.gpus import get_gpu
+from sim.planner.geometry import geometry_from_config
+from sim.planner.parameters import count_parameters
 from sim.shape import Shape
 from sim.transformer import Decoder, decoder_from_dict, read_decoder, simulate_model, step, steps_as_dict
 
@@ -102,6 +104,26 @@ def test_the_object_adds_up() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("biases", [{}, {"attention_bias": True}, {"mlp_bias": True, "attention_bias": False}])
+def test_a_step_reads_the_parameters_that_the_planner_counts(kind: str, biases: dict[str, bool]) -> None:
+    """Two independent counts: only Llama and Qwen 3 read attention_bias (on the output too), only Llama mlp_bias."""
+    raw = {**LLAMA, "model_type": kind, "head_dim": 16, "tie_word_embeddings": False, "sliding_window": None, **biases}
+    model = decoder_from_dict(raw, kind)
+    ops = step(model, attention(model, 9, 3), HALF)
+    read = sum(op.weight_bytes * op.count for op in ops if op.name != "embedding")
+    assert read == 2 * (count_parameters(raw, geometry_from_config(raw)) - 100 * 64)
+
+
+def test_what_a_file_leaves_out_is_the_classes_default() -> None:
+    """transformers: Mistral has 8 key-value heads and a window of 4096, Qwen 32 heads, Qwen 3 a head of 128."""
+    bare = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {"num_attention_heads": 32}
+    found = {kind: decoder_from_dict({**bare, "model_type": kind}, kind) for kind in ("llama", "mistral", "qwen2", "qwen3")}
+    assert {kind: model.kv_heads for kind, model in found.items()} == {"llama": 32, "mistral": 8, "qwen2": 32, "qwen3": 32}
+    assert {kind: model.head_dim for kind, model in found.items()} == {"llama": 2, "mistral": 2, "qwen2": 2, "qwen3": 128}
+    assert {kind: model.window for kind, model in found.items() if model.window} == {"mistral": 4096}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 def test_llama_like_configs(kind: str) -> None:
     model = decoder_from_dict({**LLAMA, "model_type": kind, "head_dim": 16}, kind)
     assert (model.layers, model.width, model.heads, model.kv_heads, model.head_dim, model.inner) == (2, 64, 8, 2, 16, 96)
@@ -114,6 +136,8 @@ def test_llama_like_configs(kind: str) -> None:
     ("change", "message"),
     [
         ({"model_type": "bert"}, "model_type 'bert' is not simulated"),
+        ({"model_type": ["llama"]}, "is not simulated"),
+        ({"model_type": None}, "model_type None is not simulated"),
         ({"hidden_size": None}, "no 'hidden_size'"),
         ({"num_attention_heads": 0}, "num_attention_heads 0 is not a whole number"),
         ({"num_key_value_heads": 3}, "8 is not divisible by num_key_value_heads 3"),

@@ -176,9 +176,9 @@ def test_largest_has_no_answer_for_a_function_that_stops() -> None:
     [
         ("float32", 128, 512), ("fp16", 128, 256), ("bf16", 128, 256), ("fp8", 128, 128),
         ("int8", 128, 128 + 4),  # a float32 scale a token and head
-        ("int4", 128, 64 + 4 * 4),  # a float16 scale and minimum for each 32 elements
+        ("int4", 128, 64 + 4 * 8),  # a float32 minimum and span for each 32 elements
         ("q8_0", 128, 4 * 34), ("q4_0", 128, 4 * 18),  # ggml-common.h: blocks of 34 and 18 bytes
-        ("int4", 80, 40 + 3 * 4), ("int8", 80, 84),
+        ("int4", 80, 40 + 3 * 8), ("int8", 80, 84),
     ],
 )  # fmt: skip
 def test_bytes_of_a_vector(name: str, dim: int, expected: int) -> None:
