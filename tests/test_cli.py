@@ -238,7 +238,10 @@ def test_an_interrupt_ends_with_the_text_so_far():
     """A text without end; what was shown up to then stands, and the code is 130."""
     args = [sys.executable, "-u", str(ROOT / "cli.py"), "generate", "Once upon a time", "--ignore-eos"]
     args += ["--window", "32", "--sinks", "4", "--max-tokens", "10000000"]
-    process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
+    )  # fmt: skip
     assert process.stdout.read(30).startswith("Once upon a time")
     process.send_signal(signal.SIGINT)
     rest, errors = process.communicate(timeout=TIMEOUT)

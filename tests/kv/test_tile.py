@@ -17,3 +17,13 @@ def test_a_window_holds_its_count_of_keys():
     assert Visibility(window=8).sees(np.array(50), keys).sum() == 8
     assert Visibility(window=8, sinks=4).sees(np.array(50), keys).sum() == 12
     assert Visibility(window=8).sees(np.array(3), keys).sum() == 4
+
+
+def test_positions_inside_a_streaming_cache():
+    """Token i is told min(i, sinks + window - 1); without streaming, i."""
+    positions = np.arange(40)
+    assert Visibility(12, 3, streaming=True).position_ids(positions).tolist() == [*range(14), *[14] * 26]
+    assert Visibility(1, 0, streaming=True).position_ids(positions).tolist() == [0] * 40
+    assert (
+        Visibility(12, 3).position_ids(positions).tolist() == Visibility().position_ids(positions).tolist() == list(range(40))
+    )
