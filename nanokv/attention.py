@@ -223,7 +223,7 @@ def attend_each(
         _attend_each_piece(scaled[part], positions[part], each, visibility, out[part])
 
     in_parallel(piece, [slice(start, start + TOGETHER) for start in range(0, len(q), TOGETHER)])
-    for row in np.flatnonzero(~np.isfinite(out).all(axis=(1, 2))):  # a hidden value that is not finite must not show
+    for row in np.flatnonzero(~np.isfinite(out).all(axis=(1, 2))).tolist():  # a hidden value that is not finite must not show
         one = slice(row, row + 1)
         out[one] = attend(q[one], positions[one], tiles[row], scale, visibility, FAST)
     return out

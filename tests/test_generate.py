@@ -91,6 +91,31 @@ def test_end_of_text_ends_it_and_is_not_text(monkeypatch):
     assert run.text == "<|endoftext|>" * 3
 
 
+def test_the_text_before_an_end_of_text_is_kept(monkeypatch):
+    """The control token decodes to nothing here, and nothing else is cut with it."""
+    said = iter([*MODEL.encode(" the dog"), 4095])
+    real = gpt2.unembed
+
+    def unembed(*args, **kwargs):
+        logits = real(*args, **kwargs)
+        logits[:, next(said)] = 1e9
+        return logits
+
+    monkeypatch.setattr(gpt2, "unembed", unembed)
+    run = MODEL.generate([1, 2], stop="dog!")
+    assert (run.text, run.finish_reason) == (" the dog", "eos")
+
+
+def test_an_option_that_is_none_of_ours_is_refused():
+    with pytest.raises(UsageError, match="unknown option 'max_length'"):
+        MODEL.generate([1], max_length=5)
+
+
+def test_a_format_that_cannot_be_stored_is_refused_before_anything_is_shown():
+    with pytest.raises(UsageError, match="scale 0.0"):
+        MODEL.stream([1], kv_dtype="fp8", kv_scale=0.0)
+
+
 def test_a_stop_string_across_tokens(monkeypatch):
     """The same token again and again; the stop string begins in one and ends in the next."""
     token = MODEL.encode(" the")[0]
