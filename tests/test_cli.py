@@ -275,6 +275,17 @@ def test_an_interrupt_of_several_prompts_prints_what_there_is(monkeypatch):
     assert [len(run["tokens"]) for run in runs] == [5, 5]
 
 
+def test_an_interrupt_of_a_beam_search_is_one_line(monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nanokv.beam.beam_search", interrupted)
+    result = CliRunner().invoke(generate, ["Once upon a time", "--beams", "2"])
+    assert result.exit_code == 130
+    assert result.stdout == ""
+    assert result.stderr == "[ended: interrupted; a beam search has no text before its end]\n"
+
+
 def test_bench_prints_its_numbers_and_one_object(tmp_path):
     out = json.loads(run("bench", "--contexts", "8,16", "--repeat", "2", "--json", check=0).stdout)
     assert set(out) == {

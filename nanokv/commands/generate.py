@@ -168,7 +168,11 @@ def search(
     from nanokv.beam import beam_search
 
     prompt = model.encode(text)
-    found = beam_search(model, prompt, options, spec, beams, length_penalty)
+    try:
+        found = beam_search(model, prompt, options, spec, beams, length_penalty)
+    except KeyboardInterrupt:
+        click.echo("[ended: interrupted; a beam search has no text before its end]", err=True)
+        sys.exit(130)
     if as_json:
         best = {"model": model.name, "prompt_tokens": prompt, "beams": [vars(beam) for beam in found.beams]}
         click.echo(json.dumps(best))
