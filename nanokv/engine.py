@@ -262,8 +262,9 @@ class Engine:
 
     def _outstanding(self, sequence: _Sequence) -> int:
         """Blocks that a sequence takes from the pool before its next token is known, and for that token."""
-        held = sum(block != NULL_BLOCK for block in sequence.cache.block_table)
-        return self.spec.blocks_for(sequence.known + 1, self._max_tokens) - held + sequence.cache.copies_on_write
+        return self.spec.blocks_for(sequence.known + 1, self._max_tokens) - sum(
+            block != NULL_BLOCK for block in sequence.cache.block_table
+        )
 
     def _preempt(self, sequence: _Sequence) -> None:
         """Takes a sequence's blocks; it waits at the head of the queue, tokens and random state kept."""

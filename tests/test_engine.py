@@ -148,6 +148,16 @@ def test_the_newest_is_preempted_and_keeps_its_text_and_its_random_state():
         assert run.tokens == alone([token] * 20, options, CacheSpec()).tokens
 
 
+def test_nobody_is_let_in_to_be_thrown_out_at_the_next_token():
+    """Two prompts of 8 tokens in 5 blocks of 4: both fit, but not both with the token that follows."""
+    engine = Engine(MODEL, CacheSpec(block_size=4), num_blocks=6, max_batch_tokens=64)
+    for token in (1, 2):
+        engine.add([token] * 8, Options(4))
+    for _ in engine.stream():
+        pass
+    assert engine.stats.preemptions == 0
+
+
 def test_copies_of_a_prompt_that_is_all_cached_fit_in_what_was_counted():
     """Each of several equal prompts needs a copy of the last block while another holds it: counted before it is let in."""
     for blocks in range(5, 16):
@@ -200,7 +210,7 @@ def test_a_hit_is_counted_when_it_is_taken_not_when_it_was_asked_for():
 def test_a_fast_batch_chooses_what_fast_runs_choose_alone():
     """Many sequences share products and a softmax there: the text is the same where no two logits nearly tie."""
     fast = tiny_model(FAST, layers=1, heads=2, kv_heads=1, eos=False)
-    prompts = [[token] * (3 + 40 * token) for token in range(5)]
+    prompts = [*([token] * (3 + 40 * token) for token in range(5)), [7] * 240]  # one is in a later tile than its window needs
     for spec in (CacheSpec(block_size=4), CacheSpec(block_size=16, window=50), CacheSpec(block_size=32, kv_dtype="int4")):
         for run, prompt in zip(Engine(fast, spec).generate(prompts, Options(8)), prompts, strict=True):
             assert run.tokens == alone(prompt, Options(8), spec).tokens
