@@ -148,6 +148,18 @@ def test_the_newest_is_preempted_and_keeps_its_text_and_its_random_state():
         assert run.tokens == alone([token] * 20, options, CacheSpec()).tokens
 
 
+def test_a_cancelled_request_gives_its_blocks_back():
+    engine = Engine(MODEL, CacheSpec(block_size=4), num_blocks=40)
+    run, other = (engine.add([token] * 9, Options(20))[0] for token in (1, 2))
+    engine.step()
+    engine.cancel(run)
+    assert engine.pool.blocks.stats().used == 3
+    assert run.finish_reason == "interrupted"
+    engine.cancel(other)
+    assert engine.pool.blocks.stats().used == 0
+    assert not engine.has_work
+
+
 def test_nobody_is_let_in_to_be_thrown_out_at_the_next_token():
     """Two prompts of 8 tokens in 5 blocks of 4: both fit, but not both with the token that follows."""
     engine = Engine(MODEL, CacheSpec(block_size=4), num_blocks=6, max_batch_tokens=64)

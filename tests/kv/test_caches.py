@@ -201,6 +201,19 @@ def write(cache, count):
     cache.commit()
 
 
+def test_a_fork_does_not_write_into_the_tile_that_its_parent_keeps_in_full():
+    pool = PagedPool(1, 1, 2, 12, 32, codec=get_codec("int4", np.float32, NUMPY))
+    parent = pool.new_sequence()
+    write(parent, 5)
+    child = parent.fork()
+    write(parent, 1)
+    child.extend(1)
+    child.write(0, np.full((1, 1, 2), 7, np.float32), np.full((1, 1, 2), 7, np.float32))
+    parent.extend(1)
+    for cache, last in ((parent, 1), (child, 7)):
+        assert cache.tiles(0, 0)[-1].k[0, :7, 0, 0].tolist() == [1] * 5 + [last, 0]
+
+
 def test_a_prompt_that_is_all_cached_shares_all_but_its_last_token():
     """Held by somebody, its last block is copied for the one token; held by nobody, written in place and found again."""
     pool = PagedPool(1, 1, 2, 12, 4)

@@ -27,3 +27,9 @@ def test_positions_inside_a_streaming_cache():
     assert (
         Visibility(12, 3).position_ids(positions).tolist() == Visibility().position_ids(positions).tolist() == list(range(40))
     )
+
+
+@given(st.integers(0, 300), st.one_of(st.none(), st.integers(1, 40)), st.integers(0, 10))
+def test_what_is_held_is_what_the_next_query_may_see(length, window, sinks):
+    visibility = Visibility(window, sinks if window else 0)
+    assert visibility.held(length) == visibility.sees(np.array(length), np.arange(length)).sum()
