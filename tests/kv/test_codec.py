@@ -139,6 +139,13 @@ def test_e4m3_codes_that_look_special_are_numbers():
     assert k.astype(np.float32).ravel().tolist() == [256, 288, 320, 352, 384, 416, 448, 448, 448, -448]
 
 
+def test_int8_codes_are_rounded_to_the_nearest_and_ties_to_even():
+    x = np.array([[[127, 1.6, -1.6, 0.4, 2.5, -3.5]]], np.float32)
+    (codes, largest), _ = get_codec("int8", np.float32, NUMPY).encode(x, x)
+    assert codes.ravel().tolist() == [127, 2, -2, 0, 2, -4]
+    assert largest.item() == 127
+
+
 def test_one_scale_divides_on_write_and_multiplies_on_read():
     """Scale 0.04: the code of x is x / 0.04, and reading gives code * 0.04."""
     codec = get_codec("fp8", np.float32, NUMPY, scale=0.04)
