@@ -6,6 +6,7 @@ the best `beams`; the best that do not end go on. The search stops when no runni
 finished ones at its present length. Length counts output tokens.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,6 +70,8 @@ def beam_search(
     """The `beams` best continuations found. Raises UsageError for flags that do not go with beams."""
     if beams < 2:
         raise UsageError(f"beams {beams} is out of range: it must be at least 2")
+    if not math.isfinite(length_penalty):
+        raise UsageError(f"length-penalty {length_penalty} is out of range: it must be a finite number")
     sampling = options.sampling
     if sampling.temperature or sampling.top_k or sampling.top_p < 1 or sampling.min_p or sampling.repetition_penalty != 1:
         raise UsageError("beam search takes the most likely texts: leave out temperature, top-k, top-p, min-p and penalties")

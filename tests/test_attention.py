@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanokv import attention
-from nanokv.attention import Partial, attend, combine, finish, naive_attention, tile_partials
+from nanokv.attention import Partial, attend, attend_each, combine, finish, naive_attention, tile_partials
+from nanokv.backend import NUMPY
+from nanokv.kv.codec import get_codec
 from nanokv.kv.contiguous import ContiguousCache
 from nanokv.kv.tile import TILE, Tiles, Visibility
 from nanokv.numerics import EXACT, FAST
@@ -25,6 +27,12 @@ def filled(k: np.ndarray, v: np.ndarray) -> Tiles:
     cache.write(0, k, v)
     (tiles,) = cache.tiles(0, (len(k) - 1) // TILE)
     return tiles
+
+
+def always(k: np.ndarray, v: np.ndarray):
+    """As the tiles() of a cache that holds k, v."""
+    tiles = filled(k, v)
+    return lambda last: [tiles]
 
 
 def random_qkv(seed, length, heads, kv_heads, dim, dtype):
@@ -86,6 +94,51 @@ def test_a_tile_without_a_visible_key_changes_nothing(seed, count):
     assert np.array_equal(finish(combine(unseen, unseen)), np.zeros((1, 2, 1, 8)))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # infinity times zero, where it is to be
+@given(st.integers(0, 1 << 30), st.integers(1, 300), head_counts(), VISIBILITIES, st.sampled_from([EXACT, FAST]),
+       st.sampled_from([np.nan, np.inf, -np.inf]), st.data())  # fmt: skip
+def test_what_a_query_does_not_see_does_not_reach_it_even_if_it_is_not_a_number(
+    seed, length, heads, visibility, numerics, bad, draw
+):
+    """Keys and values of some positions are NaN or infinite: rows that do not see them keep every bit, rows that do see
+    them show it. Whole, and one row of several sequences at a time."""
+    q, k, v = random_qkv(seed, length, *heads, 8, np.float32)
+    positions = np.arange(length)
+    plain = attend(q, positions, filled(k, v), visibility=visibility, numerics=numerics)
+    spoilt = draw.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=3))
+    in_keys = draw.draw(st.booleans())
+    v[spoilt] = bad
+    if in_keys:
+        k[spoilt] = np.nan
+    sees = visibility.sees(positions[:, None], np.array(spoilt)).any(axis=1)
+    out = attend(q, positions, filled(k, v), visibility=visibility, numerics=numerics)
+    assert np.array_equal(out[~sees], plain[~sees])
+    assert not np.isfinite(out[sees]).any()
+    some = positions[:: max(1, length // 5)]
+    tiles = [always(k, v)] * len(some)
+    each = attend_each(q[some], some, tiles, visibility=visibility)
+    assert np.isfinite(each[~sees[some]]).all()
+    assert not np.isfinite(each[sees[some]]).any()
+
+
+@given(st.integers(0, 1 << 30), st.lists(st.integers(1, 420), min_size=1, max_size=9), head_counts(), st.integers(1, 40),
+       DTYPES, VISIBILITIES)  # fmt: skip
+def test_one_query_of_each_of_several_sequences(seed, lengths, heads, dim, dtype, visibility):
+    """Sequences of different lengths, the last token of each. Fold and joint softmax are each within the bound of the test
+    above, so twice that of each other; every value is at most 8 here, and sums of probabilities are 1."""
+    parts = [random_qkv(seed + i, length, *heads, dim, dtype) for i, length in enumerate(lengths)]
+    q = np.stack([part[0][-1] for part in parts])
+    positions = np.array(lengths) - 1
+    tiles = [always(k, v) for _, k, v in parts]
+    out = attend_each(q, positions, tiles, visibility=visibility)
+    for row, (_, k, v) in enumerate(parts):
+        at = positions[row : row + 1]
+        fold = attend(q[row : row + 1], at, filled(k, v), visibility=visibility, numerics=FAST)[0]
+        size = np.linalg.norm(q[row], axis=-1).max() * np.linalg.norm(k, axis=-1).max() * dim**-0.5
+        terms = dim * size + lengths[row] + 4 * (lengths[row] // TILE + 1) + 4
+        assert np.all(np.abs(out[row] - fold) <= 4 * terms * np.finfo(dtype).eps / 2 * np.abs(v).max())
+
+
 def test_a_row_that_may_see_nothing_is_zero_not_nan_nor_the_mean():
     """V = [1, 3] and an empty mask: 0, where a finite sentinel would give 2 and minus infinity NaN."""
     q, k = np.ones((1, 1, 1), np.float32), np.ones((2, 1, 1), np.float32)
@@ -100,6 +153,8 @@ def test_a_row_that_may_see_nothing_is_zero_not_nan_nor_the_mean():
         naive_attention(q, k, v, np.array([1]), visibility=Nothing()),
     ):
         assert out.item() == 0
+    tiles = [always(k, v)] * 2
+    assert np.all(attend_each(np.ones((2, 1, 1), np.float32), np.array([1, 1]), tiles, visibility=Nothing()) == 0)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (12, 12), (32, 8), (28, 4), (6, 1)])
@@ -124,6 +179,10 @@ def test_scores_beyond_half_precision_stay_finite():
     """d = 128 and entries of 256: the scaled score is 741455, beyond float16's 65504."""
     q = np.full((1, 1, 128), 256, np.float32)
     assert np.all(attend(q, np.array([0]), filled(q, q)) == 256)
+    half = ContiguousCache(1, 1, 128, 1, codec=get_codec("float16", np.float32, NUMPY))
+    half.extend(1)
+    half.write(0, q, q)
+    assert np.all(attend(q, np.array([0]), partial(half.tiles, 0)) == 256)
 
 
 def test_a_worked_example_row_by_row():

@@ -91,6 +91,12 @@ def test_beams_on_windows_and_codecs_equal_their_own_recomputation(spec):
     assert best.logprob == again
 
 
+@pytest.mark.parametrize("penalty", [float("nan"), float("inf")])
+def test_a_length_penalty_that_ranks_nothing_is_refused(penalty):
+    with pytest.raises(UsageError, match=f"length-penalty {penalty}"):
+        beam_search(tiny_model(), [1], Options(), SPEC, 2, penalty)
+
+
 @pytest.mark.parametrize(("options", "beams", "words"), [
     (Options(), 1, "beams 1"), (Options(sampling=SamplingParams(0.5)), 2, "leave out temperature"),
     (Options(stop=("x",)), 2, "stop strings"), (Options(logprobs=2), 2, "logprobs"),

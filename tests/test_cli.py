@@ -181,6 +181,13 @@ def test_help_imports_nothing_heavy():
     (["Hi", "--n", "4", "--temperature", "1", "--cache", "contiguous"], 2, "need --cache paged"),
     (["Hi", "--n", "4", "--beams", "4", "--temperature", "1"], 2, "use one of them"),
     (["Hi", "--beams", "1"], 2, "beams 1"),
+    (["Hi", "--beams", "0"], 2, "beams 0"),
+    (["Hi", "--beams", "2", "--length-penalty", "nan"], 2, "length-penalty nan"),
+    (["Hi", "--length-penalty", "2"], 2, "needs --beams"),
+    (["Hi", "--block-size", "32"], 2, "--block-size needs --cache paged, not contiguous"),
+    (["Hi", "--kv-dtype", "fp8", "--kv-scale", "0"], 2, "scale 0.0"),
+    (["Hi", "--beams", "2", "--cache", "none"], 2, "need --cache paged, not none"),
+    (["Hi", "--window", "4", "--sinks", "-1"], 2, "sinks -1"),
     (["Hi", "--beams", "4", "--temperature", "1"], 2, "leave out temperature"),
     (["Hi", "--beams", "4", "--stop", "x"], 2, "stop strings"),
     ([""], 2, "the prompt is empty"),
@@ -238,7 +245,10 @@ def test_an_interrupt_ends_with_the_text_so_far():
     """A text without end; what was shown up to then stands, and the code is 130."""
     args = [sys.executable, "-u", str(ROOT / "cli.py"), "generate", "Once upon a time", "--ignore-eos"]
     args += ["--window", "32", "--sinks", "4", "--max-tokens", "10000000"]
-    process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
+    )  # fmt: skip
     assert process.stdout.read(30).startswith("Once upon a time")
     process.send_signal(signal.SIGINT)
     rest, errors = process.communicate(timeout=TIMEOUT)
@@ -263,6 +273,17 @@ def test_an_interrupt_of_several_prompts_prints_what_there_is(monkeypatch):
     runs = [json.loads(line) for line in result.stdout.splitlines()]
     assert [run["finish_reason"] for run in runs] == ["interrupted"] * 2
     assert [len(run["tokens"]) for run in runs] == [5, 5]
+
+
+def test_an_interrupt_of_a_beam_search_is_one_line(monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nanokv.beam.beam_search", interrupted)
+    result = CliRunner().invoke(generate, ["Once upon a time", "--beams", "2"])
+    assert result.exit_code == 130
+    assert result.stdout == ""
+    assert result.stderr == "[ended: interrupted; a beam search has no text before its end]\n"
 
 
 def test_bench_prints_its_numbers_and_one_object(tmp_path):

@@ -10,6 +10,7 @@ from nanokv.engine import Engine
 from nanokv.errors import CapacityError, UsageError
 from nanokv.generate import Options
 from nanokv.kv.spec import CacheSpec
+from nanokv.numerics import FAST
 from nanokv.sampling import SamplingParams
 from tests.support import examples, tiny_model
 
@@ -132,6 +133,101 @@ def test_preemption_happens_and_does_not_show():
         assert run.tokens == alone([token] * 20, options, CacheSpec()).tokens
 
 
+def test_the_newest_is_preempted_and_keeps_its_text_and_its_random_state():
+    engine = Engine(MODEL, CacheSpec(block_size=4), num_blocks=20, max_batch_tokens=64)
+    options = Options(30, SamplingParams(1.0, seed=3, repetition_penalty=1.2))
+    runs = [engine.add([token] * 20, options)[0] for token in (1, 2)]
+    while not engine.stats.preemptions:
+        engine.step()
+    assert [sequence.run for sequence in engine._running] == runs[:1]
+    assert [sequence.run for sequence in engine._waiting] == runs[1:]
+    assert len(runs[1].tokens) > 3
+    for _ in engine.stream():
+        pass
+    for run, token in zip(runs, (1, 2), strict=True):
+        assert run.tokens == alone([token] * 20, options, CacheSpec()).tokens
+
+
+def test_a_cancelled_request_gives_its_blocks_back():
+    engine = Engine(MODEL, CacheSpec(block_size=4), num_blocks=40)
+    run, other = (engine.add([token] * 9, Options(20))[0] for token in (1, 2))
+    engine.step()
+    engine.cancel(run)
+    assert engine.pool.blocks.stats().used == 3
+    assert run.finish_reason == "interrupted"
+    engine.cancel(other)
+    assert engine.pool.blocks.stats().used == 0
+    assert not engine.has_work
+
+
+def test_nobody_is_let_in_to_be_thrown_out_at_the_next_token():
+    """Two prompts of 8 tokens in 5 blocks of 4: both fit, but not both with the token that follows."""
+    engine = Engine(MODEL, CacheSpec(block_size=4), num_blocks=6, max_batch_tokens=64)
+    for token in (1, 2):
+        engine.add([token] * 8, Options(4))
+    for _ in engine.stream():
+        pass
+    assert engine.stats.preemptions == 0
+
+
+def test_copies_of_a_prompt_that_is_all_cached_fit_in_what_was_counted():
+    """Each of several equal prompts needs a copy of the last block while another holds it: counted before it is let in."""
+    for blocks in range(5, 16):
+        engine = Engine(MODEL, CacheSpec(block_size=4), num_blocks=blocks, max_batch_tokens=8)
+        runs = [engine.add([1, 2, 3, 4, 5, 6, 7, 8], Options(5, SamplingParams(1.0, seed=seed)))[0] for seed in range(4)]
+        for _ in engine.stream():
+            pass
+        for seed, run in enumerate(runs):
+            assert run.tokens == alone([1, 2, 3, 4, 5, 6, 7, 8], Options(5, SamplingParams(1.0, seed=seed)), CacheSpec()).tokens
+
+
+def test_a_long_prompt_in_a_pool_that_is_nearly_full_goes_on_or_waits():
+    """Ten chunks of prompt beside a text that grows: every step computes something, and there are not endlessly many."""
+    engine = Engine(MODEL, CacheSpec(block_size=4), num_blocks=20, max_batch_tokens=5)
+    engine.add([1] * 8, Options(20))
+    for _ in range(3):
+        engine.step()
+    engine.add([2] * 50, Options(4))
+    while engine.has_work:
+        before = engine.stats.computed_tokens
+        engine.step()
+        assert engine.stats.computed_tokens > before
+    assert engine.stats.steps < 100
+
+
+def test_a_short_prompt_with_a_long_output_is_computed_whole_before_it_goes_on():
+    """Preempted with 3 tokens of prompt and many of output: all of them are computed, in chunks, before the next is chosen."""
+    engine = Engine(MODEL, CacheSpec(block_size=4), num_blocks=24, max_batch_tokens=7, prefix_caching=False)
+    runs = [engine.add([token] * 3, Options(60))[0] for token in (1, 2)]
+    for _ in engine.stream():
+        pass
+    assert engine.stats.preemptions > 0
+    assert engine.stats.recomputed_tokens > 3 + 7
+    for run, token in zip(runs, (1, 2), strict=True):
+        assert run.tokens == alone([token] * 3, Options(60), CacheSpec()).tokens
+
+
+def test_a_hit_is_counted_when_it_is_taken_not_when_it_was_asked_for():
+    """The prefix is cached when the request comes, and gone when there is room for it."""
+    engine = Engine(MODEL, CacheSpec(block_size=4), num_blocks=12, max_batch_tokens=16, max_sequences=1)
+    engine.generate([[1] * 8], Options(1))
+    engine.add([2] * 36, Options(6))
+    late = engine.add([1] * 8 + [3], Options(2))[0]
+    for _ in engine.stream():
+        pass
+    assert engine.stats.prefix_hit_tokens == 0
+    assert late.tokens == alone([1] * 8 + [3], Options(2), CacheSpec()).tokens
+
+
+def test_a_fast_batch_chooses_what_fast_runs_choose_alone():
+    """Many sequences share products and a softmax there: the text is the same where no two logits nearly tie."""
+    fast = tiny_model(FAST, layers=1, heads=2, kv_heads=1, eos=False)
+    prompts = [*([token] * (3 + 40 * token) for token in range(5)), [7] * 240]  # one is in a later tile than its window needs
+    for spec in (CacheSpec(block_size=4), CacheSpec(block_size=16, window=50), CacheSpec(block_size=32, kv_dtype="int4")):
+        for run, prompt in zip(Engine(fast, spec).generate(prompts, Options(8)), prompts, strict=True):
+            assert run.tokens == alone(prompt, Options(8), spec).tokens
+
+
 def test_two_that_each_need_most_of_the_pool_run_one_after_the_other():
     engine = Engine(MODEL, CacheSpec(block_size=4), num_blocks=21, max_batch_tokens=16)
     for token in (1, 2):
@@ -158,8 +254,8 @@ def test_a_block_aligned_prompt_that_is_all_cached_still_computes_one_token():
     computed = engine.stats.computed_tokens
     again = engine.generate([[1, 2, 3, 4, 5, 6, 7, 8]], Options(3))[0]
     assert again.tokens == first.tokens
-    assert engine.stats.computed_tokens - computed == 4 + 2  # one block of the prompt, then two tokens
-    assert engine.stats.prefix_hit_tokens == 4
+    assert engine.stats.computed_tokens - computed == 1 + 2  # the last token of the prompt, then two tokens
+    assert engine.stats.prefix_hit_tokens == 7
 
 
 def test_generated_tokens_are_found_by_the_next_turn():

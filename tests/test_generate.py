@@ -91,6 +91,56 @@ def test_end_of_text_ends_it_and_is_not_text(monkeypatch):
     assert run.text == "<|endoftext|>" * 3
 
 
+def logits_of(token, others=()):
+    logits = np.zeros(4096, np.float32)
+    logits[token] = 9
+    logits[list(others)] = 8
+    return logits
+
+
+def test_a_fork_has_its_own_tokens_and_its_own_held_back_text():
+    the, other = MODEL.encode(" the")[0], MODEL.encode(" a")[0]
+    run = MODEL.stream([1], stop="e th")
+    assert run.advance(logits_of(the)) == " th"
+    child = run.fork(run.options)
+    assert (child.advance(logits_of(the)), child.finish_reason) == ("", "stop")
+    assert (run.advance(logits_of(other)), run.finish_reason) == ("e a", None)
+    assert (run.tokens, child.tokens) == ([the, other], [the, the])
+    assert (run.text, child.text) == (" the a", " th")
+
+
+def test_a_repetition_penalty_counts_the_prompt():
+    run = MODEL.stream([5], repetition_penalty=2.0)
+    run.advance(logits_of(5, [6]))
+    run.advance(logits_of(5, [6, 7]))
+    assert run.tokens == [6, 7]
+
+
+def test_the_text_before_an_end_of_text_is_kept(monkeypatch):
+    """The control token decodes to nothing here, and nothing else is cut with it."""
+    said = iter([*MODEL.encode(" the dog"), 4095])
+    real = gpt2.unembed
+
+    def unembed(*args, **kwargs):
+        logits = real(*args, **kwargs)
+        logits[:, next(said)] = 1e9
+        return logits
+
+    monkeypatch.setattr(gpt2, "unembed", unembed)
+    run = MODEL.generate([1, 2], stop="dog!")
+    assert (run.text, run.finish_reason) == (" the dog", "eos")
+
+
+def test_an_option_that_is_none_of_ours_is_refused():
+    with pytest.raises(UsageError, match="unknown option 'max_length'"):
+        MODEL.generate([1], max_length=5)
+
+
+def test_a_format_that_cannot_be_stored_is_refused_before_anything_is_shown():
+    with pytest.raises(UsageError, match="scale 0.0"):
+        MODEL.stream([1], kv_dtype="fp8", kv_scale=0.0)
+
+
 def test_a_stop_string_across_tokens(monkeypatch):
     """The same token again and again; the stop string begins in one and ends in the next."""
     token = MODEL.encode(" the")[0]

@@ -46,6 +46,7 @@ def test_every_draw_passes_every_filter(logits, top_k, top_p, min_p):
     ([0.9, 0.1], {"top_p": 0.01}, 1), ([0.9, 0.1], {"top_p": 0.0}, 1), ([0.5, 0.3, 0.15, 0.05], {"top_p": 0.75}, 2),
     ([0.5, 0.3, 0.15, 0.05], {"top_p": 1.0}, 4), ([0.5, 0.3, 0.15, 0.05], {"top_k": 3}, 3),
     ([0.5, 0.3, 0.15, 0.05], {"top_k": 99}, 4), ([0.5, 0.3, 0.15, 0.05], {"min_p": 0.25}, 3),
+    ([0.5, 0.25, 0.25], {"min_p": 0.5}, 3),
     ([0.5, 0.3, 0.15, 0.05], {"min_p": 1.0}, 1), ([0.4, 0.4, 0.2], {"top_k": 2, "top_p": 0.6}, 2),
 ])  # fmt: skip
 def test_how_many_tokens_the_filters_keep(probabilities, options, kept):

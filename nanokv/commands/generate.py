@@ -36,7 +36,7 @@ NOTES = {"context": "the model has no position for another token", "interrupted"
     "--n", "copies", default=1, show_default=True, help="Sample this many continuations; the prompt is computed once."
 )
 @click.option("--beams", type=int, help="Search for the most likely text with this many beams that share their blocks.")
-@click.option("--length-penalty", default=1.0, show_default=True, help="Beams are ranked by log-probability / length^penalty.")
+@click.option("--length-penalty", type=float, help="With --beams: rank by log-probability / length^penalty; default 1.")
 @click.option(
     "--cache",
     type=click.Choice(["contiguous", "paged", "none"]),
@@ -68,7 +68,7 @@ def generate(
     stop: tuple[str, ...],
     copies: int,
     beams: int | None,
-    length_penalty: float,
+    length_penalty: float | None,
     cache: str | None,
     block_size: int | None,
     kv_heads: int | None,
@@ -82,14 +82,19 @@ def generate(
     import nanokv
     from nanokv.model import make_options
 
-    together = bool(len(prompts) + len(files) > 1 or copies != 1 or beams)
-    if (copies != 1 or beams) and cache not in (None, "paged"):
+    searching = beams is not None
+    together = len(prompts) + len(files) > 1 or copies != 1 or searching
+    if (copies != 1 or searching) and cache not in (None, "paged"):
         raise UsageError(f"--n and --beams share blocks: they need --cache paged, not {cache}")
     if copies < 1:
         raise UsageError(f"n {copies} is out of range: it must be at least 1")
-    if copies != 1 and beams:
+    if copies != 1 and searching:
         raise UsageError("--n samples and --beams searches: use one of them")
+    if length_penalty is not None and not searching:
+        raise UsageError("--length-penalty ranks beams: it needs --beams")
     options["cache"] = cache or ("paged" if together else "contiguous")
+    if block_size is not None and options["cache"] != "paged":
+        raise UsageError(f"--block-size needs --cache paged, not {options['cache']}")
     options["block_size"] = (32 if options["kv_dtype"] == "int4" else 16) if block_size is None else block_size
     checked, spec = make_options(stop=tuple(unescape(text) for text in stop), **options)
     texts = gather(prompts, files)
@@ -99,9 +104,9 @@ def generate(
         click.echo(f"note: heads averaged to {kv_heads}; the model was not trained this way", err=True)
     if model.backend.name == "cupy" and numerics is None:
         click.echo("note: on CuPy the numerics are fast: cached and uncached agree within rounding", err=True)
-    if beams:
+    if beams is not None:
         for text in texts:
-            search(model, text, checked, spec, beams, length_penalty, as_json, stats)
+            search(model, text, checked, spec, beams, 1.0 if length_penalty is None else length_penalty, as_json, stats)
     elif together and spec.kind == "paged":
         run_together(model, texts, checked, spec, copies, as_json, stats)
     else:
@@ -163,7 +168,11 @@ def search(
     from nanokv.beam import beam_search
 
     prompt = model.encode(text)
-    found = beam_search(model, prompt, options, spec, beams, length_penalty)
+    try:
+        found = beam_search(model, prompt, options, spec, beams, length_penalty)
+    except KeyboardInterrupt:
+        click.echo("[ended: interrupted; a beam search has no text before its end]", err=True)
+        sys.exit(130)
     if as_json:
         best = {"model": model.name, "prompt_tokens": prompt, "beams": [vars(beam) for beam in found.beams]}
         click.echo(json.dumps(best))

@@ -88,6 +88,7 @@ class PagedCache:
         self.block_table: list[int] = []  # the null block where a window has dropped one
         self._length = 0
         self._end = 0
+        self._written = 0  # slots up to this position may hold tokens that never counted, or no longer do
         self._own = pool.new_own_tile()
         self._tokens: Sequence[int] = ()  # as far as publish() was told
         self._keys: list[BlockKey] = []  # of the full blocks that were published
@@ -127,9 +128,11 @@ class PagedCache:
     def blocks_needed(self, count: int) -> int:
         """Blocks that a step of `count` tokens takes from the pool: growth, and a copy of a shared last block."""
         grown = -(-(self._length + count) // self.pool.block_size) - len(self.block_table)
-        return max(0, grown) + self._writes_to_shared_block()
+        return max(0, grown) + self.copies_on_write
 
-    def _writes_to_shared_block(self) -> bool:
+    @property
+    def copies_on_write(self) -> bool:
+        """Whether the next step copies the last block, which is partly filled and shared."""
         block, offset = divmod(self._length, self.pool.block_size)
         return offset > 0 and self.pool.blocks.ref_cnt(self.block_table[block]) > 1
 
@@ -139,8 +142,7 @@ class PagedCache:
             raise UsageError(f"a step needs at least 1 token, not {count}")
         pool, blocks = self.pool, self.pool.blocks
         new = blocks.get_new_blocks(self.blocks_needed(count))
-        self._clear(self._length, self._end)
-        if self._writes_to_shared_block():
+        if self.copies_on_write:
             at, target = self._length // pool.block_size, new.pop()
             source, self.block_table[at] = self.block_table[at], target
             pool.storage.copy_unit(source, target)
@@ -148,11 +150,12 @@ class PagedCache:
             blocks.copied(source, target)
         elif self._length % pool.block_size:  # after a truncation it may be full and in the index
             blocks.forget(self.block_table[self._length // pool.block_size])
+        self._clear(self._length, self._written)
         for block in new:
             pool.storage.clear(block * pool.block_size, (block + 1) * pool.block_size)
         self.block_table += new
         self._layout = {}
-        self._end = self._length + count
+        self._end = self._written = self._length + count
         if self._own:
             self._own.extend(self._length, self._end)
         return np.arange(self._length, self._end)
@@ -209,6 +212,7 @@ class PagedCache:
         self._tokens = self._tokens[:length]
         self._layout = {}
         self._length = self._end = length
+        self._written = min(self._written, keep * self.pool.block_size)
         if self._own:
             self._own.restart(length)
 
@@ -216,7 +220,7 @@ class PagedCache:
         """Gives all blocks back."""
         self.pool.blocks.free_blocks(self.block_table[::-1])
         self.block_table, self._tokens, self._keys, self._layout = [], (), [], {}
-        self._length = self._end = self._dropped = 0
+        self._length = self._end = self._written = self._dropped = 0
         self._own = self.pool.new_own_tile()
 
     def fork(self) -> "PagedCache":
@@ -226,6 +230,7 @@ class PagedCache:
         self.pool.blocks.touch(self.block_table[:keep])
         other.block_table, other._keys = self.block_table[:keep], list(self._keys)
         other._length = other._end = self._length
+        other._written = min(self._written, keep * self.pool.block_size)
         other._dropped = self._dropped
         other._own = self._own.copy() if self._own else None
         return other
@@ -250,30 +255,34 @@ class PagedCache:
 
     def adopt(self, tokens: Sequence[int]) -> int:
         """Starts an empty sequence with the longest cached prefix of `tokens`, at least one token short of all of them,
-        and says how long it is."""
+        and says how long it is. Where every block is cached, the last is shared but for its last token, which the next
+        step computes again: in a copy if somebody else holds the block."""
         if self._length:
             raise UsageError("only an empty sequence can adopt a prefix")
         size = self.pool.block_size
-        step = TILE if self._own else size  # what an own tile holds is not in any block
         keys: list[BlockKey] = []
         found: list[int] = []
-        for key in block_keys(tokens[: len(tokens) - 1], size, self.pool.extra):
+        for key in block_keys(tokens, size, self.pool.extra):
             block = self.pool.blocks.get_cached_block(key)
             if block is None:
                 break
             keys.append(key)
             found.append(block)
-        count = len(found) * size // step * step // size
+        length = min(len(found) * size, len(tokens) - 1)
+        if self._own:  # what an own tile holds is not in any block
+            length = length // TILE * TILE
+        count = -(-length // size)
         self.pool.blocks.touch(found[:count])
-        self.block_table, self._keys = found[:count], keys[:count]
-        self._length = self._end = count * size
+        self.block_table, self._keys = found[:count], keys[: length // size]
+        self._length = self._end = length
+        self._written = count * size
         self._drop_unseen_blocks()
         if self._own:
             self._own.restart(self._length)
         return self._length
 
     def _clear(self, start: int, stop: int) -> None:
-        """Zeroes what an unfinished step wrote; its blocks are this sequence's alone."""
+        """Zeroes what is in the table's slots but does not count; its blocks are this sequence's alone."""
         if self._own is None:
             size = self.pool.block_size
             for position in range(start, min(stop, len(self.block_table) * size)):

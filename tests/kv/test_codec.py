@@ -101,6 +101,26 @@ def test_a_token_is_stored_the_same_whatever_comes_with_it(name, seed, dim, draw
             assert np.array_equal(one[group * unit : (group + 1) * unit], other[group * unit : (group + 1) * unit])
 
 
+@pytest.mark.parametrize("dim", [80, 96])
+def test_values_of_a_head_are_grouped_by_its_own_channels(dim):
+    """A head of 80 has groups of 32, 32 and 16; the next head's values, a thousand times as large, change no step of them."""
+    x = np.random.default_rng(0).standard_normal((TILE, 2, dim)).astype(np.float32)
+    x[:, 1] *= 1000
+    _, v = there_and_back("int4", x)
+    for start in range(0, dim, GROUP):
+        part = x[:, 0, start : start + GROUP]
+        span = np.ptp(part, axis=-1, keepdims=True)
+        assert np.all(np.abs(v[:, 0, start : start + GROUP] - part) <= span / 30 * (1 + 1e-5))  # half a step, and rounding
+
+
+def test_scales_near_the_end_of_half_precision_are_single():
+    """Magnitudes of 127 times 65504: a scale kept in float16 would be infinite when doubled."""
+    x = np.full((TILE, 1, 4), 127 * 65504 * 2, np.float32)
+    for name in ("int8", "int4", "fp8"):
+        for out in there_and_back(name, x):
+            assert np.array_equal(out, x)
+
+
 def test_values_close_together_do_not_overflow_an_inverse_scale():
     """A group whose values lie within 0.001: an inverse scale of 255 / 0.001 would not fit float16."""
     x = np.random.default_rng(0).uniform(0.5, 0.5005, (TILE, 1, 32)).astype(np.float32)
@@ -117,6 +137,13 @@ def test_e4m3_codes_that_look_special_are_numbers():
     x = np.array([[[256, 288, 320, 352, 384, 416, 448, 500, 1e30, -1e30]]], np.float32)
     (k,), _ = codec.encode(x, x)
     assert k.astype(np.float32).ravel().tolist() == [256, 288, 320, 352, 384, 416, 448, 448, 448, -448]
+
+
+def test_int8_codes_are_rounded_to_the_nearest_and_ties_to_even():
+    x = np.array([[[127, 1.6, -1.6, 0.4, 2.5, -3.5]]], np.float32)
+    (codes, largest), _ = get_codec("int8", np.float32, NUMPY).encode(x, x)
+    assert codes.ravel().tolist() == [127, 2, -2, 0, 2, -4]
+    assert largest.item() == 127
 
 
 def test_one_scale_divides_on_write_and_multiplies_on_read():
@@ -137,7 +164,7 @@ def test_scales_that_are_none_are_refused(scale):
 
 @pytest.mark.parametrize(("name", "dim", "expected"), [
     ("float32", 64, 512), ("float16", 64, 256), ("bfloat16", 64, 256), ("int8", 64, 2 * (64 + 4)), ("fp8", 64, 2 * (64 + 4)),
-    ("int4", 64, 2 * (32 + 16)), ("int4", 80, 40 + 80 * 8 / 32 + 40 + 3 * 8), ("int8", 1, 2 * 5),
+    ("int4", 64, 2 * (32 + 16)), ("int4", 96, 2 * (48 + 24)), ("int4", 80, 40 + 80 * 8 / 32 + 40 + 3 * 8), ("int8", 1, 2 * 5),
 ])  # fmt: skip
 def test_bytes_a_token_and_head(name, dim, expected):
     """K and V of one head, scales included; int4: 4 bits and 8 bytes for 32 values, a last group of 16 padded."""

@@ -3,10 +3,13 @@
 import subprocess
 import sys
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanokv.backend import NUMPY
 from nanokv.kv.prefix import ROOT, block_key, block_keys, tagged
+from nanokv.kv.spec import CacheSpec
 from tests.support import ROOT as PROJECT
 
 texts = st.lists(st.integers(0, 3), max_size=12)
@@ -35,6 +38,25 @@ def test_keys_go_on_where_they_ended(tokens, size, cut):
 def test_the_same_text_as_model_and_as_salt_are_different():
     assert block_key(ROOT, [1], (("model", "x"),)).digest != block_key(ROOT, [1], (("salt", "x"),)).digest
     assert block_key(ROOT, [1], (("a", "bc"),)).digest != block_key(ROOT, [1], (("ab", "c"),)).digest
+
+
+def test_a_block_is_known_by_its_whole_past():
+    first, second = block_keys([1, 2, 3, 4], 2)
+    assert block_key(ROOT, [3, 4]).digest != second.digest
+    assert block_key(first.digest, [3, 4]).digest == second.digest
+
+
+def test_what_is_computed_otherwise_has_other_digests():
+    """Codec, window, sinks, dtype, scale and the model's name are all in the hash."""
+    base = {"block_size": 32}
+    specs = [
+        {}, {"kv_dtype": "int8"}, {"kv_dtype": "int4"}, {"kv_dtype": "fp8"}, {"kv_dtype": "fp8", "kv_scale": 1.0},
+        {"window": 8}, {"window": 9}, {"window": 8, "sinks": 0}, {"window": 8, "sinks": 1},
+    ]  # fmt: skip
+    pools = [CacheSpec("paged", **base, **spec).pool(1, 1, 2, 3, np.float32, NUMPY, "a") for spec in specs]
+    for dtype, name in ((np.float64, "a"), (np.float32, "b")):
+        pools.append(CacheSpec("paged", **base).pool(1, 1, 2, 3, dtype, NUMPY, name))
+    assert len({block_key(ROOT, [1], pool.extra).digest for pool in pools}) == len(pools)
 
 
 def test_a_token_id_is_eight_bytes_whatever_its_size():
