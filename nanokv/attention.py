@@ -21,7 +21,6 @@ from nanokv.kv.tile import CAUSAL, TILE, Batch, Cache, Tiles, Visibility, member
 from nanokv.numerics import EXACT, FAST, Numerics, in_parallel
 
 SCORE_ELEMENTS = 1 << 19  # scores that one piece of the work may hold: 2 MB in float32
-TOGETHER = 4  # sequences whose decode steps share a softmax: their gathered tiles stay in the caches
 
 
 class Partial(NamedTuple):
@@ -187,79 +186,12 @@ def cached_attention(
     numerics: Numerics = EXACT,
 ) -> Array:
     """Writes this step's k, v [R, Hkv, D] into the cache, then lets q [R, Hq, D] attend to what it holds -> [R, Hq, D]."""
-    xp = module_of(q)
-    out = xp.empty(q.shape, dtype=q.dtype)
-    together: dict[Visibility, list[tuple[int, Callable[[int], Sequence[Tiles]]]]] = {}  # rows alone in their sequence
+    out = module_of(q).empty(q.shape, dtype=q.dtype)
+
     for one, rows in members_of(cache, len(q)):
         one.write(layer, k[rows], v[rows])
-        tiles, visibility = partial(one.tiles, layer), one.visibility(layer)
-        if numerics is FAST and xp is np and isinstance(cache, Batch) and rows.stop - rows.start == 1:
-            together.setdefault(visibility, []).append((rows.start, tiles))
-        else:
-            out[rows] = attend(q[rows], positions[rows], tiles, scale, visibility, numerics)
-    for visibility, found in together.items():
-        index = np.array([row for row, _ in found])
-        out[index] = attend_each(q[index], positions[index], [tiles for _, tiles in found], scale, visibility)
+        out[rows] = attend(q[rows], positions[rows], partial(one.tiles, layer), scale, one.visibility(layer), numerics)
     return out
-
-
-def attend_each(
-    q: np.ndarray,
-    positions: np.ndarray,
-    tiles: Sequence[Callable[[int], Sequence[Tiles]]],
-    scale: float | None = None,
-    visibility: Visibility = CAUSAL,
-) -> np.ndarray:
-    """One query of each of several sequences, fast: q [R, Hq, D] at `positions` [R], row r over tiles[r] -> [R, Hq, D].
-
-    A step of many sequences is otherwise as many small folds, each with its Python calls. Here a sequence has two
-    products of its own, and one softmax serves several. It runs over all keys at once: equal to the fold within rounding.
-    """
-    scaled = q * q.dtype.type(q.shape[-1] ** -0.5 if scale is None else scale)
-    out = np.empty_like(q)
-
-    def piece(part: slice) -> None:
-        each = [find(int(at) // TILE) for find, at in zip(tiles[part], positions[part], strict=True)]
-        _attend_each_piece(scaled[part], positions[part], each, visibility, out[part])
-
-    in_parallel(piece, [slice(start, start + TOGETHER) for start in range(0, len(q), TOGETHER)])
-    for row in np.flatnonzero(~np.isfinite(out).all(axis=(1, 2))).tolist():  # a hidden value that is not finite must not show
-        one = slice(row, row + 1)
-        out[one] = attend(q[one], positions[one], tiles[row], scale, visibility, FAST)
-    return out
-
-
-def _attend_each_piece(
-    q: np.ndarray, positions: np.ndarray, tiles: Sequence[Sequence[Tiles]], visibility: Visibility, out: np.ndarray
-) -> None:
-    """attend_each() for some rows, q already scaled."""
-    rows, heads, dim = q.shape
-    kv_heads = tiles[0][0].k.shape[2]
-    q = q.reshape(rows, kv_heads, -1, dim)  # [R, Hkv, G, D]
-    places = [_places(each) for each in tiles]
-    most = max(place[-1].stop for place in places)
-    scores = np.zeros((rows, most, *q.shape[1:3], TILE), dtype=q.dtype)  # [R, n, Hkv, G, T]
-    index = np.full((rows, most), int(positions.max()) // TILE + 1)  # which tile; the padding is in the future
-    for r, each in enumerate(tiles):
-        for part, at in zip(each, places[r], strict=True):
-            np.matmul(q[r], part.k.transpose(0, 2, 3, 1), out=scores[r, at])  # [Hkv, G, D] @ [n, Hkv, D, T]
-            index[r, at] = np.arange(part.first, part.first + len(part.k))
-    keys = index[:, :, None] * TILE + np.arange(TILE)
-    hidden = ~visibility.sees(positions[:, None, None], keys)  # [R, n, T]
-    np.copyto(scores, -np.inf, where=hidden[:, :, None, None])
-    scores -= np.maximum(scores.max(axis=(1, 4), keepdims=True), np.finfo(scores.dtype).min)
-    np.exp(scores, out=scores)
-    total = scores.sum(axis=(1, 4))[..., None]  # [R, Hkv, G, 1]
-    for r, each in enumerate(tiles):
-        pairs = zip(each, places[r], strict=True)
-        o = sum(np.matmul(scores[r, at], part.v.transpose(0, 2, 1, 3)).sum(axis=0) for part, at in pairs)  # [Hkv, G, D]
-        out[r] = (o / np.where(total[r] == 0, 1, total[r])).reshape(heads, dim)
-
-
-def _places(parts: Sequence[Tiles]) -> list[slice]:
-    """Where each part's tiles stand when all are counted in one row."""
-    ends = np.cumsum([len(part.k) for part in parts]).tolist()
-    return [slice(end - len(part.k), end) for part, end in zip(parts, ends, strict=True)]
 
 
 def naive_attention(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanokv import attention
-from nanokv.attention import Partial, attend, attend_each, combine, finish, naive_attention, tile_partials
+from nanokv.attention import Partial, attend, combine, finish, naive_attention, tile_partials
 from nanokv.backend import NUMPY
 from nanokv.kv.codec import get_codec
 from nanokv.kv.contiguous import ContiguousCache
@@ -27,12 +27,6 @@ def filled(k: np.ndarray, v: np.ndarray) -> Tiles:
     cache.write(0, k, v)
     (tiles,) = cache.tiles(0, (len(k) - 1) // TILE)
     return tiles
-
-
-def always(k: np.ndarray, v: np.ndarray):
-    """As the tiles() of a cache that holds k, v."""
-    tiles = filled(k, v)
-    return lambda last: [tiles]
 
 
 def random_qkv(seed, length, heads, kv_heads, dim, dtype):
@@ -101,7 +95,7 @@ def test_what_a_query_does_not_see_does_not_reach_it_even_if_it_is_not_a_number(
     seed, length, heads, visibility, numerics, bad, draw
 ):
     """Keys and values of some positions are NaN or infinite: rows that do not see them keep every bit, rows that do see
-    them show it. Whole, and one row of several sequences at a time."""
+    them show it."""
     q, k, v = random_qkv(seed, length, *heads, 8, np.float32)
     positions = np.arange(length)
     plain = attend(q, positions, filled(k, v), visibility=visibility, numerics=numerics)
@@ -114,29 +108,6 @@ def test_what_a_query_does_not_see_does_not_reach_it_even_if_it_is_not_a_number(
     out = attend(q, positions, filled(k, v), visibility=visibility, numerics=numerics)
     assert np.array_equal(out[~sees], plain[~sees])
     assert not np.isfinite(out[sees]).any()
-    some = positions[:: max(1, length // 5)]
-    tiles = [always(k, v)] * len(some)
-    each = attend_each(q[some], some, tiles, visibility=visibility)
-    assert np.isfinite(each[~sees[some]]).all()
-    assert not np.isfinite(each[sees[some]]).any()
-
-
-@given(st.integers(0, 1 << 30), st.lists(st.integers(1, 420), min_size=1, max_size=9), head_counts(), st.integers(1, 40),
-       DTYPES, VISIBILITIES)  # fmt: skip
-def test_one_query_of_each_of_several_sequences(seed, lengths, heads, dim, dtype, visibility):
-    """Sequences of different lengths, the last token of each. Fold and joint softmax are each within the bound of the test
-    above, so twice that of each other; every value is at most 8 here, and sums of probabilities are 1."""
-    parts = [random_qkv(seed + i, length, *heads, dim, dtype) for i, length in enumerate(lengths)]
-    q = np.stack([part[0][-1] for part in parts])
-    positions = np.array(lengths) - 1
-    tiles = [always(k, v) for _, k, v in parts]
-    out = attend_each(q, positions, tiles, visibility=visibility)
-    for row, (_, k, v) in enumerate(parts):
-        at = positions[row : row + 1]
-        fold = attend(q[row : row + 1], at, filled(k, v), visibility=visibility, numerics=FAST)[0]
-        size = np.linalg.norm(q[row], axis=-1).max() * np.linalg.norm(k, axis=-1).max() * dim**-0.5
-        terms = dim * size + lengths[row] + 4 * (lengths[row] // TILE + 1) + 4
-        assert np.all(np.abs(out[row] - fold) <= 4 * terms * np.finfo(dtype).eps / 2 * np.abs(v).max())
 
 
 def test_a_row_that_may_see_nothing_is_zero_not_nan_nor_the_mean():
@@ -153,8 +124,6 @@ def test_a_row_that_may_see_nothing_is_zero_not_nan_nor_the_mean():
         naive_attention(q, k, v, np.array([1]), visibility=Nothing()),
     ):
         assert out.item() == 0
-    tiles = [always(k, v)] * 2
-    assert np.all(attend_each(np.ones((2, 1, 1), np.float32), np.array([1, 1]), tiles, visibility=Nothing()) == 0)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (12, 12), (32, 8), (28, 4), (6, 1)])
