@@ -92,7 +92,7 @@ class Generation:
         elif len(self.prompt_tokens) > positions:
             raise CapacityError(f"the prompt has {len(self.prompt_tokens)} tokens, more than the model's {positions} positions")
         self._sampler = Sampler(self.options.sampling)
-        self._stream = TokenStream(self.model.tokenizer)
+        self._stream = TokenStream(self.model.tokenizer, continues=len(self.prompt_tokens) > len(self.model.prefix))
         self._stops = StopStrings(self.options.stop)
         self._end_if_full()
 
