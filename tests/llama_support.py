@@ -7,12 +7,13 @@ import numpy as np
 from nanokv.attention import naive_attention
 from nanokv.kv.contiguous import ContiguousCache
 from nanokv.kv.tile import Visibility
-from nanokv.models.llama import LlamaParams, forward
+from nanokv.model import Model
+from nanokv.models.llama import LlamaParams, forward, random_params
 from nanokv.models.llama_config import LlamaConfig
 from nanokv.numerics import EXACT, Numerics
 from nanokv.rope import Rope
 from nanokv.tokenizer import byte_alphabet
-from tests.support import poisoned
+from tests.support import poisoned, tiny_model
 
 
 def small_llama(
@@ -21,6 +22,13 @@ def small_llama(
     """A width that is not heads times head width, as Qwen3 and Mistral-Nemo have it."""
     rope = more.pop("rope", None) or Rope(dim)
     return LlamaConfig(vocab, positions, 24, layers, heads, kv_heads, dim, 40, rope, **more)
+
+
+def tiny_llama(numerics: Numerics = EXACT, seed: int = 0, eos: bool = True, **shape: object) -> Model:
+    """As tests.support.tiny_model, of the other architecture."""
+    gpt2 = tiny_model(numerics, seed, eos)
+    params = random_params(small_llama(vocab=gpt2.config.vocab_size, **{"positions": 320, **shape}), seed, scale=0.3)
+    return replace(gpt2, name="tiny-llama", params=params)
 
 
 def cache_for(config: LlamaConfig, capacity: int, dtype: type = np.float32) -> ContiguousCache:
