@@ -178,11 +178,12 @@ def _attention(
     heads, kv_heads = config.num_heads, config.num_kv_heads
     h = rms_norm(x, block.attention_norm, config.norm_epsilon)
     qkv = linear(h, block.qkv_weight, block.qkv_bias, numerics).reshape(len(x), -1, config.head_dim)  # [R, Hq + 2 Hkv, D]
-    q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
     if block.q_norm is not None:
-        q, k = rms_norm(q, block.q_norm, config.norm_epsilon), rms_norm(k, block.k_norm, config.norm_epsilon)
-    q_sinks = None if turn_sinks is None else rotate(q, *turn_sinks, config.rope.adjacent)
-    q, k = (rotate(each, *turn, config.rope.adjacent) for each in (q, k))
+        qkv[:, :heads] = rms_norm(qkv[:, :heads], block.q_norm, config.norm_epsilon)
+        qkv[:, heads : heads + kv_heads] = rms_norm(qkv[:, heads : heads + kv_heads], block.k_norm, config.norm_epsilon)
+    q_sinks = None if turn_sinks is None else rotate(qkv[:, :heads], *turn_sinks, config.rope.adjacent)
+    turned = rotate(qkv[:, : heads + kv_heads], *turn, config.rope.adjacent)  # [R, Hq + Hkv, D]
+    q, k, v = turned[:, :heads], turned[:, heads:], qkv[:, heads + kv_heads :]
     mixed = cached_attention(q, k, v, positions, cache, layer, numerics=numerics, q_sinks=q_sinks)
     return linear(mixed.reshape(len(x), -1), block.output_weight, block.output_bias, numerics)  # [R, Hq D] -> [R, E]
 
