@@ -107,7 +107,7 @@ def main() -> None:
         found = rounds(contenders, tokens, args.repeat)
     base, bandwidth = found["llama.cpp"], read_bandwidth()
     kernels, blas_threads = blas()
-    result = {
+    result: dict[str, Any] = {
         "model": model.name, "threads": threads(), "blas_threads": blas_threads, "blas": kernels,
         "binding": f"llama-cpp-python {llama.version}", "read_gb_per_s": bandwidth / 1e9, "load_s": loading,
         "openblas_variables": [name for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE") if name in os.environ],
