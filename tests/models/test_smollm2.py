@@ -113,7 +113,7 @@ def test_every_cache_answers_the_same(model):
     quantised: the tokens of the run that recomputes everything."""
     loaded = nanokv.Model("smollm2", model.params, model.tokenizer, model.eos_token_ids)
     for flags in ({}, {"window": 6, "sinks": 2}, {"kv_dtype": "int8"}):
-        texts = [
+        each = [
             loaded.generate(PROMPTS[2], max_tokens=6, cache=cache, **flags).tokens for cache in ("none", "contiguous", "paged")
         ]
         assert each[0].tokens == each[1].tokens == each[2].tokens
