@@ -9,8 +9,11 @@ import click
 
 from nanokv import __version__
 from nanokv.commands.bench import bench
+from nanokv.commands.chat import chat
 from nanokv.commands.check import check
 from nanokv.commands.generate import generate
+from nanokv.commands.models import models
+from nanokv.commands.pull import pull
 from nanokv.commands.replay import replay
 from nanokv.commands.simulate import simulate
 from nanokv.commands.size import size
@@ -42,13 +45,13 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="nanokv")
 def main() -> None:
-    """The reference to check a KV cache against: GPT-2 inference with explicit caches.
+    """The reference to check a KV cache against: GPT-2 and Llama inference with explicit caches.
 
     --debug, with any command, shows the traceback of an error.
     """
 
 
-for command in (generate, bench, simulate, check, size, replay):
+for command in (generate, chat, pull, models, bench, simulate, check, size, replay):
     main.add_command(command)
 
 if __name__ == "__main__":

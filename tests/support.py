@@ -11,7 +11,8 @@ from nanokv.kv.contiguous import ContiguousCache
 from nanokv.model import Model
 from nanokv.models import gpt2
 from nanokv.models.config import GPT2Config
-from nanokv.models.gpt2 import GPT2Params, forward, random_params
+from nanokv.models.families import Params, module_for
+from nanokv.models.gpt2 import random_params
 from nanokv.numerics import EXACT, Numerics
 from nanokv.tokenizer import Tokenizer
 
@@ -51,8 +52,13 @@ def poisoned(cache: ContiguousCache) -> ContiguousCache:
     return cache
 
 
+def forward(params: Params, *args: object, **more: object) -> np.ndarray:
+    """The forward pass of whichever model these are the parameters of."""
+    return module_for(params).forward(params, *args, **more)
+
+
 def in_chunks(
-    params: GPT2Params, tokens: np.ndarray, chunks: list[int], cache: ContiguousCache, numerics: Numerics = EXACT
+    params: Params, tokens: np.ndarray, chunks: list[int], cache: ContiguousCache, numerics: Numerics = EXACT
 ) -> np.ndarray:
     """All logits of `tokens` fed in pieces of the given sizes."""
     parts, at = [], 0

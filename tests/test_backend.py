@@ -12,9 +12,13 @@ import nanokv
 from nanokv.backend import NUMPY, get_backend
 from nanokv.errors import BackendError, UsageError
 from nanokv.kv.contiguous import ContiguousCache
+from nanokv.kv.tile import CAUSAL, Visibility
+from nanokv.models import llama
 from nanokv.models.gpt2 import forward, random_params
 from nanokv.numerics import FAST
+from nanokv.rope import Rope
 from tests import stand_in
+from tests.llama_support import small_llama
 from tests.support import ROOT, nan_cache, small_config
 
 
@@ -86,6 +90,22 @@ def test_the_forward_pass_asks_nothing_of_the_host(device, heads, activation):
     branch = cache.copy()
     branch.truncate(100)
     assert branch.length == 100
+
+
+@pytest.mark.parametrize("more", [{}, {"qk_norm": True, "qkv_bias": True}, {"rope": Rope(8, adjacent=True)}])
+def test_a_llama_asks_nothing_of_the_host(device, more):
+    """As above, and through a cache with sinks, whose queries are turned twice."""
+    config = small_llama(**more)
+    params, tokens = llama.random_params(config), np.random.default_rng(0).integers(0, 61, 200)
+    on_device = params.to(device)
+    for visibility in (CAUSAL, Visibility(40, 4, True)):
+        caches = [
+            ContiguousCache(2, config.num_kv_heads, config.head_dim, 220, np.float32, each, visibility=visibility)
+            for each in (device, NUMPY)
+        ]
+        for start, stop in ((0, 90), (90, 91), (91, 200)):
+            got = llama.forward(on_device, tokens[start:stop], caches[0], numerics=FAST)
+            assert np.array_equal(got.get(), llama.forward(params, tokens[start:stop], caches[1], numerics=FAST))
 
 
 @pytest.mark.parametrize("flags", [

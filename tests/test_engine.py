@@ -12,9 +12,11 @@ from nanokv.generate import Options
 from nanokv.kv.spec import CacheSpec
 from nanokv.numerics import FAST
 from nanokv.sampling import SamplingParams
+from tests.llama_support import tiny_llama
 from tests.support import examples, tiny_model
 
 MODEL = tiny_model(layers=1, heads=2, kv_heads=1, eos=False)
+LLAMA = tiny_llama(layers=1, heads=2, kv_heads=1, eos=False)
 SPECS = st.sampled_from([
     CacheSpec(block_size=16), CacheSpec(block_size=4), CacheSpec(block_size=1), CacheSpec(block_size=16, window=20),
     CacheSpec(block_size=8, window=12, sinks=3), CacheSpec(block_size=16, kv_dtype="int8"),
@@ -22,8 +24,8 @@ SPECS = st.sampled_from([
 ])  # fmt: skip
 
 
-def alone(prompt, options, spec):
-    return MODEL.stream(prompt, max_tokens=options.max_tokens, sampling=options.sampling, window=spec.window, sinks=spec.sinks,
+def alone(prompt, options, spec, model=MODEL):
+    return model.stream(prompt, max_tokens=options.max_tokens, sampling=options.sampling, window=spec.window, sinks=spec.sinks,
                         kv_dtype=spec.kv_dtype).run()  # fmt: skip
 
 
@@ -36,18 +38,19 @@ sampled = st.builds(
 
 @examples(60)
 @given(
-    SPECS, st.lists(st.tuples(prompts, sampled), min_size=1, max_size=6), st.integers(0, 40), st.integers(1, 70), st.booleans()
+    st.sampled_from([MODEL, LLAMA]), SPECS, st.lists(st.tuples(prompts, sampled), min_size=1, max_size=6),
+    st.integers(0, 40), st.integers(1, 70), st.booleans(),
 )  # fmt: skip
-def test_every_request_gets_the_tokens_it_gets_alone(spec, requests, spare, batch_tokens, caching):
+def test_every_request_gets_the_tokens_it_gets_alone(model, spec, requests, spare, batch_tokens, caching):
     longest = max(len(prompt) + options.max_tokens for prompt, options in requests)
     blocks = spec.blocks_for(longest, batch_tokens) + spare + 1
-    engine = Engine(MODEL, spec, num_blocks=blocks, max_batch_tokens=batch_tokens, prefix_caching=caching)
+    engine = Engine(model, spec, num_blocks=blocks, max_batch_tokens=batch_tokens, prefix_caching=caching)
     runs = [engine.add(prompt, options)[0] for prompt, options in requests]
     texts = {id(run): "" for run in runs}
     for update in engine.stream():
         texts[id(update.run)] += update.text
     for run, (prompt, options) in zip(runs, requests, strict=True):
-        expected = alone(prompt, options, spec)
+        expected = alone(prompt, options, spec, model)
         assert run.tokens == expected.tokens
         assert texts[id(run)] == run.text == expected.text
         assert run.finish_reason == expected.finish_reason
@@ -59,9 +62,11 @@ def test_every_request_gets_the_tokens_it_gets_alone(spec, requests, spare, batc
 class EngineMachine(RuleBasedStateMachine):
     """Submit, fork, step, cancel in any order, in a pool so small that sequences are preempted."""
 
+    model = MODEL
+
     def __init__(self):
         super().__init__()
-        self.engine = Engine(MODEL, CacheSpec(block_size=4), num_blocks=24, max_batch_tokens=24)
+        self.engine = Engine(self.model, CacheSpec(block_size=4), num_blocks=24, max_batch_tokens=24)
         self.runs = []  # (run, prompt, options, tokens made before it was forked)
 
     @rule(prompt=prompts.filter(lambda p: len(p) <= 50), options=sampled)
@@ -106,17 +111,23 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.pool.blocks.stats().used == 0
         for run, prompt, options, forked_at in self.runs:
             if forked_at == 0:
-                expected = alone(prompt, options, CacheSpec()).tokens
+                expected = alone(prompt, options, CacheSpec(), self.model).tokens
             else:  # what a text so far and a fresh sampler with this seed give
                 start = run.tokens[:forked_at]
                 left = Options(options.max_tokens - forked_at, options.sampling)
-                expected = start + alone(prompt + start, left, CacheSpec()).tokens
+                expected = start + alone(prompt + start, left, CacheSpec(), self.model).tokens
             assert run.tokens == expected[: len(run.tokens)]
             assert run.finish_reason == "interrupted" or len(run.tokens) == len(expected)
 
 
-EngineMachine.TestCase.settings = examples(30, stateful_step_count=25)
+class LlamaEngineMachine(EngineMachine):
+    model = LLAMA
+
+
+EngineMachine.TestCase.settings = examples(25, stateful_step_count=25)
+LlamaEngineMachine.TestCase.settings = examples(10, stateful_step_count=25)
 TestEngineMachine = EngineMachine.TestCase
+TestLlamaEngineMachine = LlamaEngineMachine.TestCase
 
 
 def test_preemption_happens_and_does_not_show():
@@ -308,16 +319,17 @@ def test_copies_that_make_no_sense_are_refused(n, options, words):
         Engine(MODEL).add([1], options, n)
 
 
-def test_an_endless_text_runs_in_bounded_memory():
+@pytest.mark.parametrize("model", [MODEL, LLAMA], ids=lambda model: model.name)
+def test_an_endless_text_runs_in_bounded_memory(model):
     """Window 12 and 3 sinks: 400 tokens in a model of 320 positions, a few blocks at a time."""
     spec = CacheSpec(block_size=4, window=12, sinks=3)
-    engine = Engine(MODEL, spec, num_blocks=30, max_batch_tokens=16)
+    engine = Engine(model, spec, num_blocks=30, max_batch_tokens=16)
     run = engine.add([1, 2, 3], Options(400, ignore_eos=True))[0]
     for _ in engine.stream():
         pass
     assert len(run.tokens) == 400
     assert engine.stats.peak_blocks <= 6
-    assert run.tokens == alone([1, 2, 3], Options(400, ignore_eos=True), spec).tokens
+    assert run.tokens == alone([1, 2, 3], Options(400, ignore_eos=True), spec, model).tokens
 
 
 def test_numpy_integers_are_tokens():

@@ -1,4 +1,4 @@
-"""A GGUF file -> LlamaCheckpoint: weights, tokenizer, special tokens and chat template, all from the one file."""
+"""A GGUF file -> Checkpoint: weights, tokenizer, special tokens and chat template, all from the one file."""
 
 import re
 from collections.abc import Mapping
@@ -8,11 +8,13 @@ import numpy as np
 
 from nanokv.backend import Backend
 from nanokv.errors import CheckpointError, ConfigError
+from nanokv.models.llama_config import LlamaConfig
 from weights import gguf_tokenizer
+from weights.checkpoint import Checkpoint
 from weights.gguf_config import ARCHITECTURES, FREQUENCY_DIVISORS, architecture, config_of
 from weights.gguf_header import Header, read_header
 from weights.gguf_tensors import GGUFTensor
-from weights.llama import EMBEDDING, HEAD, NORM, LlamaCheckpoint, read_llama
+from weights.llama import EMBEDDING, HEAD, NORM, read_llama
 
 TOP: Mapping[str, str] = {"token_embd.weight": EMBEDDING, "output_norm.weight": NORM, "output.weight": HEAD}
 BLOCK: Mapping[str, str] = {
@@ -24,17 +26,14 @@ IN_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 TURNED = ("attn_q", "attn_k")
 
 
-def load_gguf(path: Path, name: str, dtype: str, backend: Backend) -> LlamaCheckpoint:
+def load_gguf(path: Path, name: str, dtype: str, backend: Backend) -> Checkpoint:
     """The model in the file, its weights as `dtype` (float32 or float64) in the backend's memory.
 
     Header, configuration and tokenizer are checked before any weights are read. Raises CheckpointError, ConfigError or
     TokenizerError, each naming the file.
     """
     header = read_header(path)
-    try:
-        config = config_of(header, _divisors(header, path))
-    except ConfigError as reason:
-        raise ConfigError(f"{path}: {reason}") from None
+    config = _config(header, path)
     tokenizer = gguf_tokenizer.read_tokenizer(header.metadata, str(path))
     if tokenizer.vocab_size > config.vocab_size:
         raise CheckpointError(
@@ -42,12 +41,30 @@ def load_gguf(path: Path, name: str, dtype: str, backend: Backend) -> LlamaCheck
         )
     params = read_llama(_tensors(header, path, config.head_dim), config, dtype, backend, path)
     template = header.metadata.get("tokenizer.chat_template")
-    return LlamaCheckpoint(
+    return Checkpoint(
         name, params.config, params, tokenizer,
         eos_token_ids=gguf_tokenizer.read_ends(header.metadata, str(path)),
         prefix=gguf_tokenizer.read_prefix(header.metadata, str(path)),
         chat_template=template if isinstance(template, str) else None,
     )  # fmt: skip
+
+
+def read_model_config(path: Path) -> LlamaConfig:
+    """The configuration alone. Raises CheckpointError or ConfigError."""
+    return _config(read_header(path), path)
+
+
+def read_licence(path: Path) -> str | None:
+    """general.license, where the file has it. Raises CheckpointError."""
+    value = read_header(path).metadata.get("general.license")
+    return value if isinstance(value, str) else None
+
+
+def _config(header: Header, path: Path) -> LlamaConfig:
+    try:
+        return config_of(header, _divisors(header, path))
+    except ConfigError as reason:
+        raise ConfigError(f"{path}: {reason}") from None
 
 
 def _divisors(header: Header, path: Path) -> np.ndarray | None:

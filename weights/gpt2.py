@@ -4,16 +4,14 @@ Every name is accounted for: each tensor of the model is there once, with its sh
 that old files store as buffers. Anything else is an error before a byte of weights is read.
 """
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from nanokv.backend import Array, Backend
-from nanokv.errors import CheckpointError
 from nanokv.models.config import GPT2Config
 from nanokv.models.gpt2 import Block, GPT2Params
-from weights.names import some, without_prefix
+from weights.names import check_tensors, read_ends, tie, without_prefix
 from weights.tensors import StoredTensor
 
 PREFIX = "transformer."  # files saved from GPT2LMHeadModel have it, files saved from GPT2Model do not
@@ -48,10 +46,10 @@ def read_gpt2(tensors: Mapping[str, StoredTensor], config: GPT2Config, dtype: st
     Raises CheckpointError, which names the tensor, for anything missing, unknown, of another shape or not a float.
     """
     tensors = without_prefix(tensors, PREFIX)
-    shapes = tensor_shapes(config)
-    _check_names(tensors, shapes, config, where)
-    for name, shape in shapes.items():
-        tensors[name].check(shape)
+    tie(tensors, EMBEDDING, HEAD, where, config.tied_head)
+    masks = {f"h.{layer}.{name}" for layer in range(config.num_layers) for name in MASKS}
+    check_tensors(tensors, tensor_shapes(config), masks, where)
+    wte, head = read_ends(tensors[EMBEDDING], tensors[HEAD], dtype, backend, config.tied_head)
 
     def read(name: str, transpose: bool = False) -> Array:
         return backend.from_numpy(tensors[name].read(dtype, transpose))
@@ -59,18 +57,8 @@ def read_gpt2(tensors: Mapping[str, StoredTensor], config: GPT2Config, dtype: st
     def block(layer: int) -> Block:
         return Block(**{field: read(f"h.{layer}.{name}", len(shape) == 2) for field, (name, shape) in BLOCK.items()})
 
-    embedding = tensors[EMBEDDING].read(dtype)
-    wte = head = backend.from_numpy(embedding)
-    if tensors[HEAD] is not tensors[EMBEDDING] and not (config.tied_head and tensors[HEAD].equals(embedding)):
-        if config.tied_head:
-            warnings.warn(
-                f"{tensors[HEAD]} differs from the embedding though tie_word_embeddings is true: both are used as stored",
-                stacklevel=2,
-            )
-            config = replace(config, tied_head=False)
-        head = read(HEAD)
-    del embedding
     blocks = tuple(block(layer) for layer in range(config.num_layers))
+    config = replace(config, tied_head=head is wte)
     return GPT2Params(config, wte, read("wpe.weight"), blocks, read("ln_f.weight"), read("ln_f.bias"), head)
 
 
@@ -82,19 +70,3 @@ def tensor_shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
     for layer in range(config.num_layers):
         letters |= {f"h.{layer}.{name}": shape for name, shape in BLOCK.values()}
     return {name: tuple(size[letter] for letter in shape) for name, shape in letters.items()}
-
-
-def _check_names(
-    tensors: dict[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], config: GPT2Config, where: Path
-) -> None:
-    """No unknown name, none missing. A tied model's embedding and head then both have an entry, the same if one is stored."""
-    masks = {f"h.{layer}.{name}" for layer in range(config.num_layers) for name in MASKS}
-    if unknown := [name for name in tensors if name not in shapes and name not in masks]:
-        raise CheckpointError(f"{where} holds tensors that a GPT-2 of its config.json does not have: {some(unknown)}")
-    if config.tied_head and (stored := tensors.get(EMBEDDING) or tensors.get(HEAD)):
-        tensors.setdefault(EMBEDDING, stored)
-        tensors.setdefault(HEAD, stored)
-    if HEAD not in tensors and EMBEDDING in tensors:
-        raise CheckpointError(f"{where} holds no {HEAD}, and its config.json says that tie_word_embeddings is false")
-    if missing := [name for name in shapes if name not in tensors]:
-        raise CheckpointError(f"{where} lacks tensors that its config.json asks for: {some(missing)}")

@@ -7,10 +7,10 @@ at the network.
 from pathlib import Path
 
 from nanokv.errors import CheckpointError
-from weights.huggingface import CONFIG, GENERATION, MERGES, TOKENIZER, VOCAB, missing_files
+from weights.huggingface import CONFIG, GENERATION, MERGES, TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, VOCAB, missing_files
 from weights.tensors import INDEX
 
-FILES = [CONFIG, GENERATION, "*.safetensors", INDEX, VOCAB, MERGES, TOKENIZER]
+FILES = [CONFIG, GENERATION, "*.safetensors", INDEX, VOCAB, MERGES, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE]
 IN_FOLDERS = ["*/*"]  # other exports of the same model live in subfolders
 
 

@@ -6,7 +6,7 @@ frequencies that old files store as buffers. Anything else is an error before a 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,6 @@ import numpy as np
 from nanokv.backend import Array, Backend
 from nanokv.models.llama import Block, LlamaParams, block_shapes
 from nanokv.models.llama_config import LlamaConfig
-from nanokv.tokenizer import Tokenizer
 from weights.names import Shapes, check_tensors, read_ends, tie, without_prefix
 from weights.tensors import StoredTensor
 
@@ -37,20 +36,6 @@ BLOCK: Mapping[str, tuple[str, ...]] = {
     "down_bias": ("mlp.down_proj.bias",),
 }
 BUFFER = "self_attn.rotary_emb.inv_freq"
-
-
-@dataclass(frozen=True)
-class LlamaCheckpoint:
-    """A model read from files. `eos_token_ids`: every id that ends a text, by any of the files that name one. `prefix`: the
-    ids that the model was trained to see before every text, usually the beginning-of-text token or nothing."""
-
-    name: str
-    config: LlamaConfig
-    params: LlamaParams
-    tokenizer: Tokenizer
-    eos_token_ids: frozenset[int]
-    prefix: tuple[int, ...] = ()
-    chat_template: str | None = None
 
 
 def read_llama(

@@ -5,6 +5,8 @@ pairs; the base 10000 and the norm's 1e-5 are not in the file but in run.c.
 """
 
 import math
+import os
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +18,8 @@ from nanokv.models.llama_config import LlamaConfig
 from nanokv.rope import Rope
 from nanokv.tokenizer import Tokenizer
 from nanokv.tokenizer_spm import spm_tokenizer
-from weights.llama import EMBEDDING, HEAD, NORM, LlamaCheckpoint, read_llama
+from weights.checkpoint import Checkpoint
+from weights.llama import EMBEDDING, HEAD, NORM, read_llama
 from weights.tensors import StoredTensor
 
 MAGIC = 0x616B3432  # "ak42"; the legacy format has none
@@ -24,17 +27,37 @@ VERSION_1_HEADER = 256
 SHAPE = struct.Struct("<7i")  # dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, seq_len
 UNKNOWN, BOS, EOS, FIRST_BYTE = 0, 1, 2, 3
 LONGEST_TOKEN = 1 << 16
+TOKENIZER = re.compile(r"tokenizer\.bin|tok\d+\.bin")
 
 Order = list[tuple[str, tuple[int, ...]]]  # names without layer for tensors of all layers
 
 
-def load_llama2c(path: Path, tokenizer: Path, name: str, dtype: str, backend: Backend) -> LlamaCheckpoint:
-    """The model at `path` with the tokenizer of the second file, its weights as `dtype` in the backend's memory. Raises
-    CheckpointError, ConfigError or TokenizerError, each naming the file."""
+def is_llama2c(path: Path) -> bool:
+    """Whether a file is one of llama2.c's models: it begins with their mark or, the legacy format having none, lies beside
+    one of their tokenizers."""
+    if path.suffix != ".bin" or TOKENIZER.fullmatch(path.name) or not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        marked = file.read(4) == struct.pack("<I", MAGIC)
+    return marked or any(TOKENIZER.fullmatch(name) for name in os.listdir(path.parent))
+
+
+def find_tokenizer(path: Path, vocab_size: int) -> Path:
+    """The tokenizer beside the model at `path`: tokenizer.bin, or that of its vocabulary's size, such as tok512.bin."""
+    names = "tokenizer.bin", f"tok{vocab_size}.bin"
+    for name in names:
+        if (path.parent / name).is_file():
+            return path.parent / name
+    raise TokenizerError(f"{path} needs llama2.c's tokenizer beside it: {' or '.join(names)}")
+
+
+def load_llama2c(path: Path, tokenizer: Path | None, name: str, dtype: str, backend: Backend) -> Checkpoint:
+    """The model at `path` with the tokenizer of the second file, or of the one beside it, its weights as `dtype` in the
+    backend's memory. Raises CheckpointError, ConfigError or TokenizerError, each naming the file."""
     config, tensors = read_layout(path)
-    vocabulary = read_tokenizer(tokenizer, config.vocab_size)
+    vocabulary = read_tokenizer(tokenizer or find_tokenizer(path, config.vocab_size), config.vocab_size)
     params = read_llama(tensors, config, dtype, backend, path)
-    return LlamaCheckpoint(name, params.config, params, vocabulary, frozenset({BOS, EOS}), prefix=(BOS,))
+    return Checkpoint(name, params.config, params, vocabulary, frozenset({BOS, EOS}), prefix=(BOS,))
 
 
 def read_layout(path: Path) -> tuple[LlamaConfig, dict[str, StoredTensor]]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nanokv.commands.options import model_options
+from nanokv.commands.options import cache_options, model_options, sampling_options
 from nanokv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,14 +21,12 @@ NOTES = {"context": "the model has no position for another token", "interrupted"
 @click.argument("prompts", nargs=-1, metavar="PROMPT...")
 @model_options
 @click.option("--kv-heads", type=int, help="Average the model's key-value heads down to this many; it was not trained so.")
+@click.option(
+    "--chat", is_flag=True, help="Each PROMPT is a message, put into the model's chat template; the answer is printed."
+)
+@click.option("--system", help="With --chat: what the model is told before the conversation.")
 @click.option("--file", "files", multiple=True, type=click.Path(), help="Read a prompt from a file; may be repeated.")
-@click.option("--max-tokens", default=64, show_default=True, help="Tokens to generate at most.")
-@click.option("--temperature", default=0.0, show_default=True, help="0 takes the most likely token; higher is more varied.")
-@click.option("--top-k", default=0, show_default=True, help="Draw from the K most likely tokens only; 0 is off.")
-@click.option("--top-p", default=1.0, show_default=True, help="Draw from the fewest tokens that reach this probability.")
-@click.option("--min-p", default=0.0, show_default=True, help="Drop tokens less likely than this share of the best one.")
-@click.option("--repetition-penalty", default=1.0, show_default=True, help="Above 1, tokens that occurred become less likely.")
-@click.option("--seed", type=int, help="The same seed gives the same text.")
+@sampling_options
 @click.option("--stop", multiple=True, help="End the text before this string; escapes such as \\n count; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-text token.")
 @click.option("--logprobs", default=0, metavar="K", help="With --json: log-probabilities of the K best tokens of each step.")
@@ -43,15 +41,7 @@ NOTES = {"context": "the model has no position for another token", "interrupted"
     help="Where keys and values live: one array (the default for one prompt), blocks of a shared pool (for several), "
     "or nowhere, so that everything is recomputed.",
 )
-@click.option("--block-size", type=int, help="Tokens a block of the paged cache; default 16, or 32 with int4.")
-@click.option("--window", type=int, help="Each token sees only the last W tokens, itself included; older ones are dropped.")
-@click.option("--sinks", type=int, help="With --window: keep the first S tokens too, and write on without end (StreamingLLM).")
-@click.option(
-    "--kv-dtype",
-    type=click.Choice(["float32", "float16", "bfloat16", "int8", "fp8", "int4"]),
-    help="Store keys and values in this format; default: as they are computed.",
-)
-@click.option("--kv-scale", type=float, help="With fp8: one scale for everything instead of one for each token and head.")
+@cache_options
 @click.option("--stats", is_flag=True, help="End with speed, memory and bandwidth.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per prompt.")
 @click.option("--no-stream", is_flag=True, help="Print the text when it is complete.")
@@ -72,6 +62,8 @@ def generate(
     cache: str | None,
     block_size: int | None,
     kv_heads: int | None,
+    chat: bool,
+    system: str | None,
     **options: Any,
 ) -> None:
     """Continue each PROMPT.
@@ -82,6 +74,8 @@ def generate(
     import nanokv
     from nanokv.model import make_options
 
+    if system is not None and not chat:
+        raise UsageError("--system goes with --chat")
     searching = beams is not None
     together = len(prompts) + len(files) > 1 or copies != 1 or searching
     if (copies != 1 or searching) and cache not in (None, "paged"):
@@ -104,14 +98,27 @@ def generate(
         click.echo(f"note: heads averaged to {kv_heads}; the model was not trained this way", err=True)
     if model.backend.name == "cupy" and numerics is None:
         click.echo("note: on CuPy the numerics are fast: cached and uncached agree within rounding", err=True)
+    prompts_ids = [encode(model, text, chat, system) for text in texts]
+    shown = [""] * len(texts) if chat else texts
     if beams is not None:
-        for text in texts:
-            search(model, text, checked, spec, beams, 1.0 if length_penalty is None else length_penalty, as_json, stats)
+        penalty = 1.0 if length_penalty is None else length_penalty
+        for ids, text in zip(prompts_ids, shown, strict=True):
+            search(model, ids, text, checked, spec, beams, penalty, as_json, stats)
     elif together and spec.kind == "paged":
-        run_together(model, texts, checked, spec, copies, as_json, stats)
+        run_together(model, prompts_ids, shown, checked, spec, copies, as_json, stats)
     else:
-        runs = [model.start(text, checked, spec) for text in texts]
-        run_alone(runs, texts, as_json, no_stream, stats)
+        runs = [model.start(ids, checked, spec) for ids in prompts_ids]
+        run_alone(runs, shown, as_json, no_stream, stats)
+
+
+def encode(model: "Model", text: str, chat: bool, system: str | None) -> list[int]:
+    """The ids of a prompt, or of the conversation that it begins."""
+    if not chat:
+        return model.encode(text)
+    from nanokv.chat import encode_chat
+
+    told = [] if system is None else [{"role": "system", "content": system}]
+    return encode_chat(model, [*told, {"role": "user", "content": text}])
 
 
 def run_alone(runs: list["Generation"], texts: list[str], as_json: bool, no_stream: bool, stats: bool) -> None:
@@ -127,14 +134,20 @@ def run_alone(runs: list["Generation"], texts: list[str], as_json: bool, no_stre
 
 
 def run_together(
-    model: "Model", texts: list[str], options: "Options", spec: "CacheSpec", copies: int, as_json: bool, stats: bool
+    model: "Model",
+    ids: list[list[int]],
+    shown: list[str],
+    options: "Options",
+    spec: "CacheSpec",
+    copies: int,
+    as_json: bool,
+    stats: bool,
 ) -> None:
-    """All prompts, and all copies of each, in one engine; printed in order when they are complete."""
+    """All prompts, and all copies of each, in one engine; printed in order when they are complete, `shown` before each."""
     from nanokv.engine import engine_for
 
-    ids = [model.encode(text) for text in texts]
     engine = engine_for(model, spec, [len(prompt) for prompt in ids], options, copies)
-    runs = [(text, run) for text, prompt in zip(texts, ids, strict=True) for run in engine.add(prompt, options, copies)]
+    runs = [(text, run) for text, prompt in zip(shown, ids, strict=True) for run in engine.add(prompt, options, copies)]
     try:
         for _ in engine.stream():
             pass
@@ -156,6 +169,7 @@ def run_together(
 
 def search(
     model: "Model",
+    prompt: list[int],
     text: str,
     options: "Options",
     spec: "CacheSpec",
@@ -164,10 +178,9 @@ def search(
     as_json: bool,
     stats: bool,
 ) -> None:
-    """Beam search: the best text, or with --json all beams."""
+    """Beam search: the best text after `text`, or with --json all beams."""
     from nanokv.beam import beam_search
 
-    prompt = model.encode(text)
     try:
         found = beam_search(model, prompt, options, spec, beams, length_penalty)
     except KeyboardInterrupt:
@@ -195,8 +208,6 @@ def gather(prompts: tuple[str, ...], files: tuple[str, ...]) -> list[str]:
         if sys.stdin.isatty():
             raise UsageError("no prompt: give one as an argument, with --file, or on standard input")
         texts.append(sys.stdin.read().removesuffix("\n"))
-    if not all(texts):
-        raise UsageError("the prompt is empty: give at least one character")
     return texts
 
 

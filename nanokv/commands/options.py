@@ -20,9 +20,56 @@ def model_options(function: F) -> F:
                      help="Precision of weights and arithmetic."),
         click.option("--numerics", type=click.Choice(["exact", "fast"]),
                      help="exact (default on NumPy): cached equals uncached bit for bit; fast: whole-matrix products."),
-        click.option("--model", "source", default="default", show_default=True, metavar="NAME|DIRECTORY|HUB-ID",
-                     help="The model: default (ships with nanokv), a directory, or a hub id such as gpt2."),
+        click.option("--model", "source", default="default", show_default=True, metavar="NAME|PATH|HUB-ID",
+                     help="The model: default (ships with nanokv), smollm2 (after `pull`), a directory, a GGUF or llama2.c "
+                     "file, or a hub id such as gpt2."),
     ):  # fmt: skip
+        function = option(function)
+    return function
+
+
+def sampling_options(function: F) -> F:
+    """How many tokens, and how each is chosen."""
+    for option in (
+        click.option("--seed", type=int, help="The same seed gives the same text."),
+        click.option(
+            "--repetition-penalty", default=1.0, show_default=True, help="Above 1, tokens that occurred become less likely."
+        ),
+        click.option(
+            "--min-p", default=0.0, show_default=True, help="Drop tokens less likely than this share of the best one."
+        ),
+        click.option(
+            "--top-p", default=1.0, show_default=True, help="Draw from the fewest tokens that reach this probability."
+        ),
+        click.option("--top-k", default=0, show_default=True, help="Draw from the K most likely tokens only; 0 is off."),
+        click.option(
+            "--temperature", default=0.0, show_default=True, help="0 takes the most likely token; higher is more varied."
+        ),
+        click.option("--max-tokens", default=64, show_default=True, help="Tokens to generate at most."),
+    ):
+        function = option(function)
+    return function
+
+
+def cache_options(function: F) -> F:
+    """What the cache keeps and how; --cache itself is generate's."""
+    for option in (
+        click.option(
+            "--kv-scale", type=float, help="With fp8: one scale for everything instead of one for each token and head."
+        ),
+        click.option(
+            "--kv-dtype",
+            type=click.Choice(["float32", "float16", "bfloat16", "int8", "fp8", "int4"]),
+            help="Store keys and values in this format; default: as they are computed.",
+        ),
+        click.option(
+            "--sinks", type=int, help="With --window: keep the first S tokens too, and write on without end (StreamingLLM)."
+        ),
+        click.option(
+            "--window", type=int, help="Each token sees only the last W tokens, itself included; older ones are dropped."
+        ),
+        click.option("--block-size", type=int, help="Tokens a block of the paged cache; default 16, or 32 with int4."),
+    ):
         function = option(function)
     return function
 

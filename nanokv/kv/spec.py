@@ -1,6 +1,7 @@
 """Which cache: storage, visibility and codec, as a user names them."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanokv.backend import Backend
@@ -8,7 +9,7 @@ from nanokv.errors import UsageError
 from nanokv.kv.codec import CODECS, Codec, get_codec
 from nanokv.kv.contiguous import ContiguousCache
 from nanokv.kv.paged import PagedPool
-from nanokv.kv.tile import TILE, Visibility
+from nanokv.kv.tile import CAUSAL, TILE, Visibility
 
 KINDS = ("contiguous", "paged", "none")
 
@@ -56,24 +57,45 @@ class CacheSpec:
     def codec(self, dtype: Any, backend: Backend) -> Codec:
         return get_codec(self.kv_dtype, dtype, backend, self.kv_scale)
 
+    def layers(self, own: Sequence[Visibility]) -> list[Visibility]:
+        """What each layer of a model sees whose own visibility is `own`: that, or the last `window` of it and the sinks.
+
+        Raises UsageError for sinks where a layer has a window of its own: it was trained without them.
+        """
+        if self.window is None:
+            return list(own)
+        if self.sinks is not None and any(each.window is not None for each in own):
+            raise UsageError("sinks do not go with a model whose layers have windows of their own: leave out --sinks")
+        return [replace(self.visibility, window=min(self.window, each.window or self.window)) for each in own]
+
     def contiguous(
-        self, layers: int, kv_heads: int, dim: int, capacity: int | None, dtype: Any, backend: Backend
+        self, own: Sequence[Visibility], kv_heads: int, dim: int, capacity: int | None, dtype: Any, backend: Backend
     ) -> ContiguousCache:
-        """An empty contiguous cache; also what a run without a cache computes in."""
+        """An empty contiguous cache for a model of the visibility `own`; also what a run without a cache computes in."""
         codec = self.codec(dtype, backend)
-        return ContiguousCache(layers, kv_heads, dim, capacity, dtype, backend, codec, self.visibility)
+        return ContiguousCache(len(own), kv_heads, dim, capacity, dtype, backend, codec, self.layers(own))
 
     def pool(
-        self, layers: int, kv_heads: int, dim: int, num_blocks: int, dtype: Any, backend: Backend, name: str = ""
+        self,
+        own: Sequence[Visibility],
+        kv_heads: int,
+        dim: int,
+        num_blocks: int,
+        dtype: Any,
+        backend: Backend,
+        name: str = "",
     ) -> PagedPool:
-        """A pool of `num_blocks` blocks, the null block included, for the model called `name`."""
+        """A pool of `num_blocks` blocks, the null block included, for the model called `name` of the visibility `own`."""
         codec = self.codec(dtype, backend)
         extra = {"model": name, "dtype": str(dtype), "scale": str(self.kv_scale)}
-        return PagedPool(layers, kv_heads, dim, num_blocks, self.block_size, dtype, backend, codec, self.visibility, extra)
+        visibility = self.layers(own)
+        return PagedPool(len(own), kv_heads, dim, num_blocks, self.block_size, dtype, backend, codec, visibility, extra)
 
-    def blocks_for(self, tokens: int, step: int) -> int:
-        """Blocks that one sequence of `tokens` tokens, fed at most `step` at once, can come to hold."""
-        if self.window is not None:
-            sinks = self.sinks or 0
-            tokens = min(tokens, self.window + sinks + step + 2 * self.block_size)
+    def blocks_for(self, tokens: int, step: int, own: Sequence[Visibility] = (CAUSAL,)) -> int:
+        """Blocks that one sequence of `tokens` tokens, fed at most `step` at once, can come to hold in a model of the
+        visibility `own`. A layer that sees everything keeps everything, whatever the others drop."""
+        windows = [each.window for each in self.layers(own)]
+        if None not in windows:
+            kept = max(window for window in windows if window is not None) + (self.sinks or 0)
+            tokens = min(tokens, kept + step + 2 * self.block_size)
         return -(-tokens // self.block_size)

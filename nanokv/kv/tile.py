@@ -9,7 +9,7 @@ Symbols: L layers, n tiles, T = TILE tokens a tile, Hkv key-value heads, D head 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -40,11 +40,15 @@ class Visibility:
 
     A `streaming` cache (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453) counts positions inside the cache: a model with
     learned positions sees position min(i, sinks + window - 1) at token i, so a text has no end.
+
+    `begin` and `end` leave no more than the keys begin .. end - 1 of all that: see split().
     """
 
     window: int | None = None
     sinks: int = 0
     streaming: bool = False
+    begin: int = 0
+    end: int | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -59,7 +63,15 @@ class Visibility:
         seen = key <= query
         if self.window is not None:
             seen &= (query - key < self.window) | (key < self.sinks)
+        if self.begin:
+            seen &= key >= self.begin
+        if self.end is not None:
+            seen &= key < self.end
         return seen
+
+    def split(self) -> tuple["Visibility", "Visibility"]:
+        """The sinks alone, and what is seen beside them."""
+        return replace(self, end=self.sinks), replace(self, begin=self.sinks)
 
     def oldest(self, length: int) -> int:
         """The first position after the sinks that the query at position `length`, or any later one, may see."""

@@ -1,22 +1,19 @@
 """What a config.json says, checked before anything is allocated."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nanokv.errors import ConfigError
+from nanokv.kv.tile import CAUSAL, Visibility
+from nanokv.models.fields import flag, integer, number
 from nanokv.numerics import ACTIVATIONS
 
-LIMITS = {  # beyond these a value is a mistake, not a model
-    "vocab_size": 1 << 24,
-    "n_positions": 1 << 24,
-    "n_embd": 1 << 17,
-    "n_layer": 1 << 12,
-    "n_head": 1 << 12,
-    "n_inner": 1 << 19,
-    "num_key_value_heads": 1 << 12,
-}
+# Beyond these a value is a mistake, not a model.
+MOST_TOKENS = 1 << 24
+MOST_WIDTH = 1 << 17
+MOST_LAYERS = MOST_HEADS = 1 << 12
+MOST_INNER = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -58,6 +55,10 @@ class GPT2Config:
         """Bytes of K and V that one token takes over all layers, `itemsize` bytes an element."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
+    def visibility(self) -> list[Visibility]:
+        """Which keys a query may see, for each layer: all."""
+        return [CAUSAL] * self.num_layers
+
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "GPT2Config":
         """From the keys of a Hugging Face config.json; ConfigError names the key that is missing, absurd or unsupported."""
@@ -66,35 +67,32 @@ class GPT2Config:
         kind = raw.get("model_type")
         if kind != "gpt2":
             raise ConfigError(f"model_type {kind!r} is not supported: only 'gpt2' is")
-        for flag in ("add_cross_attention", "is_encoder_decoder"):
-            if raw.get(flag):
-                raise ConfigError(f"{flag} is true: only decoders that attend to themselves are supported")
-        width, heads = _integer(raw, "n_embd"), _integer(raw, "n_head")
+        for key in ("add_cross_attention", "is_encoder_decoder"):
+            if raw.get(key):
+                raise ConfigError(f"{key} is true: only decoders that attend to themselves are supported")
+        width, heads = integer(raw, "n_embd", MOST_WIDTH), integer(raw, "n_head", MOST_HEADS)
         if width % heads:
             raise ConfigError(f"n_embd {width} is not divisible by n_head {heads}")
-        kv_heads = _integer(raw, "num_key_value_heads", default=heads)
+        kv_heads = integer(raw, "num_key_value_heads", MOST_HEADS, heads)
         if heads % kv_heads:
             raise ConfigError(f"n_head {heads} is not divisible by num_key_value_heads {kv_heads}")
         activation = raw.get("activation_function", "gelu_new")
         if activation not in ACTIVATIONS:
             raise ConfigError(f"activation_function {activation!r} is not supported: {', '.join(ACTIVATIONS)} are")
-        epsilon = raw.get("layer_norm_epsilon", 1e-5)
-        if not isinstance(epsilon, int | float) or isinstance(epsilon, bool) or not 0 < epsilon < 1 or math.isnan(epsilon):
-            raise ConfigError(f"layer_norm_epsilon {epsilon!r} is not a number between 0 and 1")
-        vocab = _integer(raw, "vocab_size")
+        vocab = integer(raw, "vocab_size", MOST_TOKENS)
         return cls(
             vocab_size=vocab,
-            num_positions=_integer(raw, "n_positions"),
+            num_positions=integer(raw, "n_positions", MOST_TOKENS),
             width=width,
-            num_layers=_integer(raw, "n_layer"),
+            num_layers=integer(raw, "n_layer", MOST_LAYERS),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            inner=_integer(raw, "n_inner", default=4 * width),
+            inner=integer(raw, "n_inner", MOST_INNER, 4 * width),
             activation=activation,
-            layer_norm_epsilon=float(epsilon),
-            scale_by_head_dim=_flag(raw, "scale_attn_weights", True),
-            scale_by_layer=_flag(raw, "scale_attn_by_inverse_layer_idx", False),
-            tied_head=_flag(raw, "tie_word_embeddings", True),
+            layer_norm_epsilon=number(raw, "layer_norm_epsilon", 1e-20, 1.0, 1e-5),
+            scale_by_head_dim=flag(raw, "scale_attn_weights", True),
+            scale_by_layer=flag(raw, "scale_attn_by_inverse_layer_idx", False),
+            tied_head=flag(raw, "tie_word_embeddings", True),
             eos_token_ids=token_ids(raw.get("eos_token_id"), vocab),
         )
 
@@ -106,24 +104,6 @@ def token_ids(value: Any, vocab_size: int) -> tuple[int, ...]:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise ConfigError(f"eos_token_id {token!r} is not an id of the vocabulary (0 .. {vocab_size - 1})")
     return ids
-
-
-def _integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = raw.get(key)
-    if value is None:
-        if default is None:
-            raise ConfigError(f"config.json has no {key!r}")
-        return default
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LIMITS[key]:
-        raise ConfigError(f"{key} {value!r} is not a whole number between 1 and {LIMITS[key]}")
-    return value
-
-
-def _flag(raw: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = raw.get(key, default)
-    if not isinstance(value, bool):
-        raise ConfigError(f"{key} {value!r} is not true or false")
-    return value
 
 
 def known_shapes() -> dict[str, GPT2Config]:

@@ -1,13 +1,17 @@
 """Fewer key-value heads for a model that was trained with more, so that GQA and MQA can be tried on it."""
 
 from dataclasses import replace
+from typing import Any
 
-from nanokv.backend import module_of
+from nanokv.backend import Array, module_of
 from nanokv.errors import UsageError
-from nanokv.models.gpt2 import Block, GPT2Params
+from nanokv.models import gpt2, llama
+from nanokv.models.families import Params
+
+Block = gpt2.Block | llama.Block
 
 
-def pool_kv_heads(params: GPT2Params, num_kv_heads: int) -> GPT2Params:
+def pool_kv_heads(params: Params, num_kv_heads: int) -> Params:
     """Groups of key-value heads replaced by their mean, the recipe of the GQA paper (Ainslie et al. 2023, arXiv
     2305.13245), which then trains on; here nothing does, so the model's text gets worse.
 
@@ -19,14 +23,14 @@ def pool_kv_heads(params: GPT2Params, num_kv_heads: int) -> GPT2Params:
     split = config.num_heads * config.head_dim
     stacked = (2, num_kv_heads, config.num_kv_heads // num_kv_heads, config.head_dim)
 
-    def pooled(block: Block) -> Block:
-        weight, bias = block.qkv_weight, block.qkv_bias
-        kv_weight = weight[split:].reshape(*stacked, -1).mean(axis=2).reshape(-1, weight.shape[1])  # [2 Hkv D, E]
-        kv_bias = bias[split:].reshape(*stacked).mean(axis=2).reshape(-1)
-        xp = module_of(weight)
-        return replace(
-            block, qkv_weight=xp.concatenate([weight[:split], kv_weight]), qkv_bias=xp.concatenate([bias[:split], kv_bias])
-        )
+    def pooled(rows: Array) -> Array:
+        """Queries, keys and values stacked: [(Hq + 2 Hkv) D, ...]"""
+        kv = rows[split:].reshape(*stacked, *rows.shape[1:]).mean(axis=2).reshape(-1, *rows.shape[1:])
+        return module_of(rows).concatenate([rows[:split], kv])
 
-    blocks = tuple(pooled(block) for block in params.blocks)
-    return replace(params, config=replace(config, num_kv_heads=num_kv_heads), blocks=blocks)
+    def fewer(block: Block) -> Block:
+        bias = None if block.qkv_bias is None else pooled(block.qkv_bias)
+        return replace(block, qkv_weight=pooled(block.qkv_weight), qkv_bias=bias)
+
+    changes: dict[str, Any] = {"config": replace(config, num_kv_heads=num_kv_heads), "blocks": tuple(map(fewer, params.blocks))}
+    return replace(params, **changes)

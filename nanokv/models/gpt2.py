@@ -11,9 +11,10 @@ import numpy as np
 
 from nanokv.attention import cached_attention
 from nanokv.backend import Array, Backend, module_of
-from nanokv.errors import CapacityError, TokenizerError, UsageError
+from nanokv.errors import CapacityError
 from nanokv.kv.tile import Batch, Cache
 from nanokv.models.config import GPT2Config
+from nanokv.models.tokens import check_tokens
 from nanokv.numerics import EXACT, Numerics, activate, layer_norm, linear
 
 Matrix = Array
@@ -49,6 +50,16 @@ class GPT2Params:
     ln_f_weight: Vector
     ln_f_bias: Vector
     head: Matrix  # [V, E]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.wte.dtype)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that every decoded token reads: all matrices and vectors, the head, not the embedding tables."""
+        blocks = sum(array.nbytes for block in self.blocks for array in vars(block).values())
+        return blocks + self.ln_f_weight.nbytes + self.ln_f_bias.nbytes + self.head.nbytes
 
     def to(self, backend: Backend) -> "GPT2Params":
         """The same weights in the memory of `backend`."""
@@ -136,19 +147,6 @@ def _mlp(x: Array, block: Block, config: GPT2Config, numerics: Numerics) -> Arra
     h = layer_norm(x, block.ln_2_weight, block.ln_2_bias, config.layer_norm_epsilon)
     h = activate(linear(h, block.fc_weight, block.fc_bias, numerics), config.activation)
     return linear(h, block.out_weight, block.out_bias, numerics)
-
-
-def check_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Host ids [R], at least one, each within the vocabulary -> int64."""
-    array = np.asarray(tokens)
-    if array.ndim != 1 or array.size == 0:
-        raise UsageError(f"expected a list of at least one token id, not shape {array.shape}")
-    if not np.issubdtype(array.dtype, np.integer):
-        raise UsageError(f"token ids must be whole numbers, not {array.dtype}")
-    if array.min() < 0 or array.max() >= vocab_size:
-        bad = int(array.min()) if array.min() < 0 else int(array.max())
-        raise TokenizerError(f"token id {bad} is not in the vocabulary (0 .. {vocab_size - 1})")
-    return array.astype(np.int64)
 
 
 def random_params(config: GPT2Config, seed: int = 0, dtype: type = np.float32, scale: float = 0.02) -> GPT2Params:

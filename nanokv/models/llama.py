@@ -1,8 +1,10 @@
 """Llama (Touvron et al. 2023, arXiv 2302.13971) and its relatives, Mistral, Qwen2, Qwen3 and SmolLM: RMSNorm before each
 sublayer, rotary positions, grouped-query attention, SwiGLU.
 
-Keys go into the cache rotated, at their absolute positions, so a cache that counts positions inside itself (a window with
-sinks in streaming) is refused here: its keys would have to move.
+Keys go into the cache rotated, at their absolute positions, and stay so. In a cache that counts positions inside itself (a
+window W with S sinks in streaming) a query at p is at P = min(p, S + W - 1), a key j of its window at P - (p - j), and a
+sink j at j. A rotary score depends on the distance alone: to keys of the window it is p - j, that of absolute positions; only
+the distance to sinks changes, from p - j to P - j. So the query is rotated twice: at p for its window, at P for the sinks.
 
 Symbols: R rows (tokens being computed), E width, Hq query heads, Hkv key-value heads, D head width, I inner width,
 V vocabulary. Every matrix is stored [out, in].
@@ -17,8 +19,8 @@ from nanokv.attention import cached_attention
 from nanokv.backend import Array, Backend, module_of
 from nanokv.errors import CapacityError, UsageError
 from nanokv.kv.tile import Batch, Cache, members_of
-from nanokv.models.gpt2 import check_tokens
 from nanokv.models.llama_config import LlamaConfig
+from nanokv.models.tokens import check_tokens
 from nanokv.numerics import EXACT, Numerics, linear, rms_norm, swiglu
 from nanokv.rope import rotate
 
@@ -109,12 +111,14 @@ def hidden_states(params: LlamaParams, tokens: np.ndarray, cache: Cache | Batch,
     tokens = check_tokens(tokens, config.vocab_size)
     check_visibility(config, cache, len(tokens))
     positions = cache.extend(len(tokens))
-    if positions.max() >= config.num_positions:
-        raise CapacityError(f"position {positions.max()} is past the model's {config.num_positions} positions (0 is the first)")
+    inside = cache.position_ids(positions)
+    if inside.max() >= config.num_positions:
+        raise CapacityError(f"position {inside.max()} is past the model's {config.num_positions} positions (0 is the first)")
     x = params.embedding[xp.asarray(tokens)]  # [R, E]
     turn = config.rope.tables(positions, like=x)
+    turn_sinks = config.rope.tables(inside, like=x) if _has_sinks(cache, len(tokens)) else None
     for layer, block in enumerate(params.blocks):
-        x += _attention(x, block, layer, config, turn, positions, cache, numerics)
+        x += _attention(x, block, layer, config, turn, turn_sinks, positions, cache, numerics)
         x += _mlp(x, block, config, numerics)
     cache.commit()
     return x
@@ -141,13 +145,8 @@ def fast_bound(params: LlamaParams, x: Array) -> Array:
 
 
 def check_visibility(config: LlamaConfig, cache: Cache | Batch, rows: int) -> None:
-    """Raises UsageError for a cache in which a layer sees more than the model's window, or positions are not absolute."""
+    """Raises UsageError for a cache in which a layer sees more than the model's window."""
     for member, _ in members_of(cache, rows):
-        if member.visibility(0).streaming:  # on one layer, it is so on all
-            raise UsageError(
-                "a cache that counts positions inside itself does not work with rotary positions, whose keys are stored "
-                "rotated: leave out the sinks, or use a model with learned positions"
-            )
         for layer, window in enumerate(config.windows):
             if window is not None:
                 seen = member.visibility(layer)
@@ -158,12 +157,19 @@ def check_visibility(config: LlamaConfig, cache: Cache | Batch, rows: int) -> No
                     )
 
 
+def _has_sinks(cache: Cache | Batch, rows: int) -> bool:
+    """Whether some sequence counts positions inside its cache and has sinks, which are then at other distances."""
+    seen = [member.visibility(0) for member, _ in members_of(cache, rows)]  # streaming is the same on every layer
+    return any(each.streaming and each.sinks for each in seen)
+
+
 def _attention(
     x: Array,
     block: Block,
     layer: int,
     config: LlamaConfig,
     turn: tuple[Array, Array],
+    turn_sinks: tuple[Array, Array] | None,
     positions: np.ndarray,
     cache: Cache | Batch,
     numerics: Numerics,
@@ -172,11 +178,13 @@ def _attention(
     heads, kv_heads = config.num_heads, config.num_kv_heads
     h = rms_norm(x, block.attention_norm, config.norm_epsilon)
     qkv = linear(h, block.qkv_weight, block.qkv_bias, numerics).reshape(len(x), -1, config.head_dim)  # [R, Hq + 2 Hkv, D]
-    q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
     if block.q_norm is not None:
-        q, k = rms_norm(q, block.q_norm, config.norm_epsilon), rms_norm(k, block.k_norm, config.norm_epsilon)
-    q, k = (rotate(each, *turn, config.rope.adjacent) for each in (q, k))
-    mixed = cached_attention(q, k, v, positions, cache, layer, numerics=numerics)
+        qkv[:, :heads] = rms_norm(qkv[:, :heads], block.q_norm, config.norm_epsilon)
+        qkv[:, heads : heads + kv_heads] = rms_norm(qkv[:, heads : heads + kv_heads], block.k_norm, config.norm_epsilon)
+    q_sinks = None if turn_sinks is None else rotate(qkv[:, :heads], *turn_sinks, config.rope.adjacent)
+    turned = rotate(qkv[:, : heads + kv_heads], *turn, config.rope.adjacent)  # [R, Hq + Hkv, D]
+    q, k, v = turned[:, :heads], turned[:, heads:], qkv[:, heads + kv_heads :]
+    mixed = cached_attention(q, k, v, positions, cache, layer, numerics=numerics, q_sinks=q_sinks)
     return linear(mixed.reshape(len(x), -1), block.output_weight, block.output_bias, numerics)  # [R, Hq D] -> [R, E]
 
 

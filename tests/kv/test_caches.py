@@ -19,9 +19,11 @@ from nanokv.kv.contiguous import ContiguousCache
 from nanokv.kv.paged import PagedPool
 from nanokv.kv.spec import CacheSpec
 from nanokv.kv.tile import TILE, Batch, Visibility
-from nanokv.models.gpt2 import GPT2Params, fast_bound, forward, hidden_states, random_params
+from nanokv.models.families import Params, module_for
 from nanokv.numerics import FAST
-from tests.support import chunkings, examples, head_counts, in_chunks, poisoned, small_config
+from nanokv.rope import Rope
+from tests.llama_support import small_llama
+from tests.support import chunkings, examples, forward, head_counts, in_chunks, poisoned, small_config
 
 BLOCK_SIZES = st.sampled_from([1, 2, 8, 16, 32, 64, 128])
 
@@ -30,7 +32,7 @@ BLOCK_SIZES = st.sampled_from([1, 2, 8, 16, 32, 64, 128])
 class Kind:
     """A combination of codec and visibility, and models and caches for it."""
 
-    params: GPT2Params = field(repr=False)
+    params: Params = field(repr=False)
     dtype: type
     codec: str | None
     visibility: list[Visibility]
@@ -66,7 +68,11 @@ def kinds(draw, codecs=(None, *CODECS), windows=True, streaming=True):
     heads, kv_heads = draw(head_counts())
     layers = draw(st.integers(1, 2))
     dim = draw(st.sampled_from([4, 7, 16, 40]))
-    config = small_config(layers=layers, heads=heads, kv_heads=kv_heads, dim=dim, positions=420)
+    if draw(st.booleans()):
+        config = small_config(layers=layers, heads=heads, kv_heads=kv_heads, dim=dim, positions=420)
+    else:
+        even = dim + dim % 2
+        config = small_llama(layers, heads, kv_heads, even, 420, rope=Rope(even, adjacent=draw(st.booleans())))
     dtype = draw(st.sampled_from([np.float32, np.float64]))
     window = st.integers(1, 200)
     choices = [st.just([Visibility()] * layers)]
@@ -75,7 +81,7 @@ def kinds(draw, codecs=(None, *CODECS), windows=True, streaming=True):
         choices += [st.lists(each, min_size=layers, max_size=layers)]
     if windows and streaming:
         choices += [st.builds(Visibility, window, st.integers(0, 140), st.just(True)).map(lambda v: [v] * layers)]
-    params = random_params(config, draw(st.integers(0, 99)), dtype, scale=0.3)
+    params = module_for(config).random_params(config, draw(st.integers(0, 99)), dtype, scale=0.3)
     return Kind(params, dtype, draw(st.sampled_from(codecs)), draw(st.one_of(choices)))
 
 
@@ -379,10 +385,10 @@ def test_fast_runs_on_every_storage(kind, tokens, block_size):
     sizes = [min(size, len(tokens) - at) for at in range(0, len(tokens), size)]
     a = in_chunks(kind.params, tokens, sizes, kind.contiguous(420), FAST)
     b = in_chunks(kind.params, tokens, sizes, pool.new_sequence(), FAST)
-    cache = kind.contiguous(420)
+    cache, module = kind.contiguous(420), module_for(kind.params)
     step = cache.max_step or len(tokens)
-    hidden = [hidden_states(kind.params, tokens[at : at + step], cache) for at in range(0, len(tokens), step)]
-    bound = fast_bound(kind.params, np.concatenate(hidden))
+    hidden = [module.hidden_states(kind.params, tokens[at : at + step], cache) for at in range(0, len(tokens), step)]
+    bound = module.fast_bound(kind.params, np.concatenate(hidden))
     exact = kind.whole(tokens)
     assert np.all(np.abs(a - exact) <= bound)
     assert np.all(np.abs(b - exact) <= bound)

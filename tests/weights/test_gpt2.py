@@ -180,7 +180,7 @@ def test_untied_with_a_head_that_equals_the_embedding() -> None:
 
 def test_untied_without_a_head() -> None:
     with pytest.raises(
-        CheckpointError, match=r"holds no lm_head\.weight, and its config\.json says that tie_word_embeddings is false"
+        CheckpointError, match=r"holds no lm_head\.weight, and its configuration says that head and embedding are not tied"
     ):
         read(UNTIED, arrays_of(params_for(CONFIG)))
 
@@ -188,7 +188,7 @@ def test_untied_without_a_head() -> None:
 def test_untied_without_an_embedding() -> None:
     arrays = arrays_of(params_for(UNTIED))
     del arrays["wte.weight"]
-    with pytest.raises(CheckpointError, match=r"lacks tensors that its config\.json asks for: wte\.weight$"):
+    with pytest.raises(CheckpointError, match=r"lacks tensors that its configuration asks for: wte\.weight$"):
         read(UNTIED, arrays)
 
 
@@ -202,7 +202,7 @@ def zeros(*shape: int) -> np.ndarray:
 QKV = "h.0.attn.c_attn.weight"
 OF_LAYERS = ["h.0.ln_1.bias", "h.1.ln_1.bias", "h.1.ln_2.bias"]
 WRONG: dict[str, tuple[dict[str, np.ndarray | Raw | None], str]] = {  # tensors replaced, added or (None) taken out
-    "missing": ({"h.1.mlp.c_fc.bias": None}, "lacks tensors that its config.json asks for: h.1.mlp.c_fc.bias"),
+    "missing": ({"h.1.mlp.c_fc.bias": None}, "lacks tensors that its configuration asks for: h.1.mlp.c_fc.bias"),
     "missing, many": (
         dict.fromkeys([*OF_LAYERS, "ln_f.bias", "ln_f.weight", "wpe.weight"]),
         "asks for: wpe.weight, ln_f.weight, ln_f.bias, h.0.ln_1.bias and 2 more",

@@ -10,7 +10,7 @@ from nanokv.models.llama import random_params
 from tests.llama_support import byte_level, small_llama, small_vocab
 from tests.weights.files import shard, stored, write_safetensors
 from tests.weights.llama_files import assert_same_llama, config_json, hf_arrays
-from weights.llama_directory import load_llama_directory
+from weights.huggingface import load_directory
 
 pytest.importorskip("tokenizers")
 
@@ -30,7 +30,7 @@ def write(folder, params, **config):
 
 
 def load(folder):
-    return load_llama_directory(folder, "m", "float32", NUMPY)
+    return load_directory(folder, "m", "float32", NUMPY)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5])

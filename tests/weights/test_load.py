@@ -103,7 +103,7 @@ def test_an_empty_name() -> None:
         load("")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "model.gguf", "gpt2"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "gpt2"])
 def test_a_file_gets_advice(hub: list[str], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the name alone could be an id on the hub."""
     (tmp_path / name).write_bytes(b"x")
