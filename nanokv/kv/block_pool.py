@@ -5,6 +5,7 @@ holds a hashed prefix stays in the index until it is needed for something else; 
 the prefix that was left alone longest goes first. Every operation costs O(1) a block.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -94,15 +95,17 @@ class BlockPool:
         """Takes `count` blocks, least recently used first. OutOfBlocks if there are not as many."""
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks asked for, {self.num_free} of {self.num_blocks - 1} are free")
-        taken = []
+        taken, block = [], NULL_BLOCK
         for _ in range(count):
-            block = self._next[NULL_BLOCK]
-            self._unlink(block)
+            block = self._next[block]
             if self._key[block] is not None:
                 self._num_cached_free -= 1
                 self.forget(block)
             self._ref_cnt[block] = 1
             taken.append(block)
+        rest = self._next[block]  # the whole run leaves the list at once
+        self._next[NULL_BLOCK], self._previous[rest] = rest, NULL_BLOCK
+        self.num_free -= count
         return taken
 
     def touch(self, blocks: Iterable[int]) -> None:
@@ -123,10 +126,8 @@ class BlockPool:
     def free_blocks(self, blocks: Sequence[int]) -> None:
         """One table less holds each. Give them in the order in which they may be reused: a sequence's last block first, so
         that the beginning of its prefix survives longest. Freeing a free block is an error that changes nothing."""
-        held: dict[int, int] = {}
-        for block in blocks:
-            held[block] = held.get(block, 0) + 1
-            if block != NULL_BLOCK and self._ref_cnt[self._checked(block)] < held[block]:
+        for block, held in Counter(blocks).items():
+            if block != NULL_BLOCK and self._ref_cnt[self._checked(block)] < held:
                 raise UsageError(f"block {block} is freed once more than it is held")
         for block in blocks:
             if block == NULL_BLOCK:
@@ -146,8 +147,10 @@ class BlockPool:
             raise UsageError(f"block {block} is not held by anyone: it cannot be cached")
         if self._key[block] is not None or key.digest in self._index:
             return
-        self._key[block], self._index[key.digest] = key, block
-        self._emit(BlockStored(block, key))
+        self._key[block] = key
+        self._index[key.digest] = block
+        if self._listeners:
+            self._emit(BlockStored(block, key))
 
     def get_cached_block(self, key: BlockKey) -> int | None:
         """The block with exactly this content: parent, tokens and extra keys are compared, not only the digest."""
@@ -160,7 +163,8 @@ class BlockPool:
         if key is not None:
             self._key[block] = None
             del self._index[key.digest]
-            self._emit(BlockRemoved(block, key))
+            if self._listeners:
+                self._emit(BlockRemoved(block, key))
 
     def reset_prefix_cache(self) -> None:
         """Empties the index. Blocks in use stay in use."""

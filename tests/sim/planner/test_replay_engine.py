@@ -28,14 +28,14 @@ def run_engine(engine: Engine, requests: list[tuple[int, list[int], int]]) -> tu
     steps in which there is nothing to do pass at once."""
     plans: list[Plan] = []
     runs: list[Any] = []
-    schedule = engine._schedule
+    schedule = engine._scheduler.schedule
 
     def recorded() -> Any:
         plan = schedule()
         plans.append([(next(i for i, run in enumerate(runs) if run is each.run), count) for each, count in plan])
         return plan
 
-    engine._schedule = recorded  # type: ignore[method-assign]
+    engine._scheduler.schedule = recorded  # type: ignore[method-assign]
     now = 0
     while len(runs) < len(requests) or engine.has_work:
         if not engine.has_work:
