@@ -190,9 +190,9 @@ def test_bad_arguments_are_usage_errors(tmp_path: Path, arguments: list[str]) ->
 
 
 def test_a_gpu_that_cannot_hold_the_weights(tmp_path: Path) -> None:
-    """80 GiB x 0.9 = 77.31 GB, less 141.11 GB of bfloat16 weights and 1.24 GB: 65.04 GB too much."""
+    """81,559 MiB x 0.9 = 76.97 GB, less 141.11 GB of bfloat16 weights and 1.69 GB: 65.83 GB too much."""
     arguments = (trace(tmp_path), "--config", config(tmp_path, "meta-llama/Llama-3.1-70B"), "--gpu", "h100")
-    with pytest.raises(CapacityError, match=r"does not fit on h100: .* are 65\.04 GB = 60\.57 GiB more than the 77\.31 GB"):
+    with pytest.raises(CapacityError, match=r"does not fit on h100: .* are 65\.83 GB = 61\.31 GiB more than the 76\.97 GB"):
         run(*arguments)
     assert run(*arguments, "--tensor-parallel", "4")
 
