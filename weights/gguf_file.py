@@ -8,9 +8,9 @@ import numpy as np
 
 from nanokv.backend import Backend
 from nanokv.errors import CheckpointError, ConfigError
+from nanokv.gguf_header import Header, read_header
 from weights import gguf_tokenizer
 from weights.gguf_config import ARCHITECTURES, FREQUENCY_DIVISORS, architecture, config_of
-from weights.gguf_header import Header, read_header
 from weights.gguf_tensors import GGUFTensor
 from weights.llama import EMBEDDING, HEAD, NORM, LlamaCheckpoint, read_llama
 
