@@ -1,6 +1,7 @@
 """`replay`: a request trace through the runtime's block pool and admission rules, and through what came before paging."""
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from sim.planner.traces import Trace
 
 FIELDS = ("arrival", "prompt", "output")
+WORTH_A_PROCESS = 5000  # requests: fewer are replayed in the time that a process takes to begin
 
 
 class Columns(click.ParamType):
@@ -80,6 +82,7 @@ class Columns(click.ParamType):
 @click.option("--max-batch-tokens", default=8192, show_default=True, type=click.IntRange(1), help="Tokens of a step at most.")
 @click.option("--max-sequences", default=256, show_default=True, type=click.IntRange(1), help="Running at most.")
 @deployment_options
+@click.option("--jobs", type=click.IntRange(1), help="Policies that are replayed at once.  [default: one a core]")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw memory and requests over time into this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with series over time.")
 def replay(
@@ -100,6 +103,7 @@ def replay(
     max_batch_tokens: int,
     max_sequences: int,
     deployment: Deployment,
+    jobs: int | None,
     plot: Path | None,
     as_json: bool,
 ) -> None:
@@ -132,7 +136,7 @@ def replay(
     if prefix and found.hash_block is None:
         raise UsageError(f"{trace} names no prefixes: leave out --prefix")
     reuse = (False, True) if prefix is None and found.hash_block else (bool(prefix),)
-    outcomes = _run(found, server, policies(kinds or POLICIES, block_sizes, reuse, allocator))
+    outcomes = _run(found, server, policies(kinds or POLICIES, block_sizes, reuse, allocator), jobs)
     if plot:
         from sim.planner.replay_report import draw
 
@@ -156,15 +160,17 @@ def _read(trace: Path, columns: dict[str, str] | None, hash_block: int, requests
     return found if requests is None else first_requests(found, requests)
 
 
-def _run(trace: "Trace", server: "Server", policies: "list[Policy]") -> "list[Outcome]":
+def _run(trace: "Trace", server: "Server", policies: "list[Policy]", jobs: int | None) -> "list[Outcome]":
     from rich.console import Console
     from rich.progress import Progress
 
     from sim.planner.server import replay_all
 
+    if jobs is None:
+        jobs = (os.cpu_count() or 1) if len(trace.requests) >= WORTH_A_PROCESS else 1
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"{len(policies)} policies", total=len(policies) * len(trace.requests))
-        outcomes = replay_all(trace, server, policies, lambda count: progress.advance(task, count))
+        outcomes = replay_all(trace, server, policies, lambda count: progress.advance(task, count), jobs)
     if not any(outcome.counts.finished for outcome in outcomes):
         refused = max((outcome.counts for outcome in outcomes), key=lambda counts: counts.too_large)
         raise NanoKVError(

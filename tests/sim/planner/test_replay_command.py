@@ -128,6 +128,12 @@ def test_a_higher_rate_runs_more_at_once(tmp_path: Path) -> None:
     assert fast["policies"][0]["mean_running"] > slow["policies"][0]["mean_running"]
 
 
+def test_processes_give_the_same_answer(tmp_path: Path) -> None:
+    arguments = (mooncake(tmp_path), "--config", config(tmp_path), "--gpu", "h100", "--policy", "oracle", "--policy", "paged",
+                 "--json")  # fmt: skip
+    assert run(*arguments, "--jobs", "2") == run(*arguments, "--jobs", "1")
+
+
 def test_limits(tmp_path: Path) -> None:
     found = answer(trace(tmp_path), "--config", config(tmp_path), "--gpu", "h100", "--rate", "1000", "--max-sequences", "3",
                    "--max-batch-tokens", "200", "--max-model-len", "500", "--requests", "30")  # fmt: skip

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from nanokv.engine import Engine
@@ -69,7 +69,7 @@ def outputs_differ(runs: list[Any], size: int) -> bool:
     return len(set(blocks)) == len(blocks) and not prompts & set(blocks)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     jobs.map(lambda each: sorted(each, key=lambda job: job[0])), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 30),
     st.integers(1, 70), st.integers(1, 6), st.booleans(),
