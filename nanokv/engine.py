@@ -6,12 +6,12 @@
         print(update.run, update.text)
 
 A step feeds one token of every running sequence and fills what is left of its budget with pieces of prompts; sequences
-join and leave between steps. When blocks run out, the newest sequence gives its back and is computed again later. In
-exact numerics none of this shows in the tokens: each sequence gets the ones that it would get alone.
+join and leave between steps (scheduler.py has the rules). When blocks run out, the newest sequence gives its back and is
+computed again later. In exact numerics none of this shows in the tokens: each sequence gets the ones that it would get
+alone.
 """
 
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,10 +21,11 @@ from nanokv.backend import to_numpy
 from nanokv.errors import CapacityError, NanoKVError, UsageError
 from nanokv.generate import Generation, Options
 from nanokv.kv.block_pool import NULL_BLOCK
-from nanokv.kv.paged import PagedCache
+from nanokv.kv.paged import PagedCache, PagedPool
 from nanokv.kv.spec import CacheSpec
 from nanokv.kv.tile import Batch
 from nanokv.model import PREFILL_STEP, Model
+from nanokv.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,31 @@ class _Sequence:
         return self.known - self.cache.length
 
 
+class _Blocks:
+    """A pool of blocks as the scheduler sees it."""
+
+    def __init__(self, pool: PagedPool, spec: CacheSpec, max_step: int, prefix_caching: bool):
+        self._pool, self._spec, self._max_step, self._prefix_caching = pool, spec, max_step, prefix_caching
+
+    @property
+    def num_free(self) -> int:
+        return self._pool.blocks.num_free
+
+    def needed(self, sequence: _Sequence, count: int) -> int:
+        return sequence.cache.blocks_needed(count)
+
+    def outstanding(self, sequence: _Sequence) -> int:
+        held = sum(block != NULL_BLOCK for block in sequence.cache.block_table)
+        return self._spec.blocks_for(sequence.known + 1, self._max_step) - held
+
+    def adopt(self, sequence: _Sequence) -> None:
+        if self._prefix_caching:
+            sequence.cache.adopt(sequence.run.all_tokens)
+
+    def release(self, sequence: _Sequence) -> None:
+        sequence.cache.reset()
+
+
 class Engine:
     """`spec` says block size, window, sinks and codec; `num_blocks` counts the null block, None is room for 4 full texts.
     A step feeds `max_batch_tokens` at most, and `max_sequences` run at once at most (forks beside them)."""
@@ -86,15 +112,14 @@ class Engine:
     ):
         self.model = model
         self.spec = replace(spec or CacheSpec(), kind="paged")
-        if max_batch_tokens < 1 or max_sequences < 1:
-            raise UsageError("max_batch_tokens and max_sequences must be at least 1")
         if num_blocks is None:
             num_blocks = 4 * self.spec.blocks_for(model.config.num_positions, max_batch_tokens) + 1
         self.pool = model.new_pool(num_blocks, self.spec)
         self.stats = EngineStats()
-        self._max_tokens, self._max_sequences, self._prefix_caching = max_batch_tokens, max_sequences, prefix_caching
-        self._waiting: deque[_Sequence] = deque()
-        self._running: list[_Sequence] = []  # in order of arrival
+        self._max_tokens, self._prefix_caching = max_batch_tokens, prefix_caching
+        blocks = _Blocks(self.pool, self.spec, max_batch_tokens, prefix_caching)
+        self._scheduler: Scheduler[_Sequence] = Scheduler(blocks, max_batch_tokens, max_sequences)
+        self._waiting, self._running = self._scheduler.waiting, self._scheduler.running
 
     @property
     def _block_bytes(self) -> float:
@@ -173,7 +198,8 @@ class Engine:
 
     def step(self) -> list[Update]:
         """One forward pass; what it made. Empty when there is nothing to do."""
-        plan = self._schedule()
+        plan = self._scheduler.schedule()
+        self.stats.preemptions = self._scheduler.preemptions
         if not plan:
             if self.has_work:  # add() checked that each fits alone, so one can always go on
                 raise NanoKVError("the engine found nothing that fits in its pool: this is a fault of nanokv")
@@ -212,67 +238,6 @@ class Engine:
             pass
         return runs
 
-    def _schedule(self) -> list[tuple[_Sequence, int]]:
-        """Which sequences get how many tokens now: the oldest first, every one within the blocks that are free."""
-        plan: list[tuple[_Sequence, int]] = []
-        budget, reserved, preempted = self._max_tokens, 0, False
-        for sequence in list(self._running):
-            if sequence not in self._running:
-                continue  # preempted for an older one
-            count = min(sequence.pending, budget)
-            if count == 0:
-                break
-            while sequence.cache.blocks_needed(count) > self.pool.blocks.num_free - reserved:
-                victim = self._running[-1]
-                self._preempt(victim)
-                preempted = True
-                if victim is sequence:
-                    break
-            if sequence in self._running:
-                reserved += sequence.cache.blocks_needed(count)
-                budget -= count
-                plan.append((sequence, count))
-        while self._waiting and budget and not preempted and len(self._running) < self._max_sequences:
-            sequence = self._waiting[0]
-            if not self._admit(sequence, reserved):
-                break
-            self._waiting.popleft()
-            self._running.append(sequence)
-            count = min(sequence.pending, budget)
-            reserved += sequence.cache.blocks_needed(count)
-            budget -= count
-            plan.append((sequence, count))
-        return plan
-
-    def _admit(self, sequence: _Sequence, reserved: int) -> bool:
-        """Lets a waiting sequence in if all its known tokens and one more fit beside what the others still need for theirs:
-        two that each hold half of what they need would wait for each other."""
-        if sequence.cache.length == 0 and self._prefix_caching:
-            hit = sequence.cache.adopt(sequence.run.all_tokens)
-            if sequence.seen == 0:
-                self.stats.prefix_hit_tokens += hit
-        owed = sum(self._outstanding(other) for other in self._running)
-        if self._outstanding(sequence) <= self.pool.blocks.num_free - max(reserved, owed):
-            return True
-        hit = sequence.cache.length
-        sequence.cache.reset()
-        if sequence.seen == 0:
-            self.stats.prefix_hit_tokens -= hit
-        return False
-
-    def _outstanding(self, sequence: _Sequence) -> int:
-        """Blocks that a sequence takes from the pool before its next token is known, and for that token."""
-        return self.spec.blocks_for(sequence.known + 1, self._max_tokens) - sum(
-            block != NULL_BLOCK for block in sequence.cache.block_table
-        )
-
-    def _preempt(self, sequence: _Sequence) -> None:
-        """Takes a sequence's blocks; it waits at the head of the queue, tokens and random state kept."""
-        self._running.remove(sequence)
-        sequence.cache.reset()
-        self._waiting.appendleft(sequence)
-        self.stats.preemptions += 1
-
     def _next_tokens(self, sequence: _Sequence, count: int) -> list[int]:
         start = sequence.cache.length
         return sequence.run.all_tokens[start : start + count]
@@ -286,18 +251,16 @@ class Engine:
         stats, pool = self.stats, self.pool.blocks.stats()
         stats.steps += 1
         stats.computed_tokens += tokens
-        for sequence, _ in plan:
-            stats.recomputed_tokens += max(0, min(sequence.seen, sequence.cache.length) - self._before(sequence, plan))
+        for sequence, count in plan:
+            before = sequence.cache.length - count
+            if sequence.seen == 0:  # its first step: what it begins with, it found
+                stats.prefix_hit_tokens += before
+            stats.recomputed_tokens += max(0, min(sequence.seen, sequence.cache.length) - before)
             sequence.seen = max(sequence.seen, sequence.cache.length)
         stats.peak_blocks = max(stats.peak_blocks, pool.used)
         stats.peak_shared_blocks = max(stats.peak_shared_blocks, pool.shared)
         held = sum(block != NULL_BLOCK for sequence in self._running for block in sequence.cache.block_table)
         stats.bytes_saved = max(stats.bytes_saved, round((held - pool.used) * self._block_bytes))
-
-    @staticmethod
-    def _before(sequence: _Sequence, plan: list[tuple[_Sequence, int]]) -> int:
-        """The length of a sequence's cache before this step."""
-        return sequence.cache.length - next(count for other, count in plan if other is sequence)
 
     def _advance(self, sequence: _Sequence, logits: np.ndarray) -> list[Update]:
         """The next token of a sequence, and of its copies, which split off here."""

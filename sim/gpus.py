@@ -2,8 +2,9 @@
 
 Every figure is the vendor's peak for dense data: nothing here is measured, so a time computed from it is a lower bound.
 Vendors' sheets print the rate with 2:1 sparsity, which is twice the dense one, and for GeForce cards a rate that
-accumulates in half precision; neither is used. KB and MB of on-chip memory are powers of two. Device memory is taken as
-the source has it: GB is 10^9 bytes, GiB is 2^30.
+accumulates in half precision; neither is used. KB and MB of on-chip memory are powers of two. Device memory is what the
+driver reports in all (nvidia-smi, rocm-smi): the "GB" of a card's name are GiB, less what the driver and ECC keep. A process
+sees a little less still: CUDA gives it 23.5 to 23.65 of an RTX 4090's 23.99 GiB.
 """
 
 import tomllib
@@ -63,7 +64,9 @@ _NVIDIA = "NVIDIA data sheet; shared memory from CCCL arch_traits.h"
 _GEFORCE = " (16-bit operands, accumulated in float32); shared memory from CCCL arch_traits.h"
 # float32: the vector units' rate, two operations a clock for each of a multiprocessor's lanes; tests recompute every one from
 # lanes and boost clock. B200 has none: NVIDIA's papers give 75 and 80. GeForce: fp8 and int8 were not looked up.
-_AIC = "AIConfigurator systems/*.yaml (bandwidth, memory, bf16, fp8, int8); " + _NVIDIA
+_AIC = "AIConfigurator systems/*.yaml (bandwidth, bf16, fp8, int8); " + _NVIDIA
+# Totals as nvidia-smi prints them: modal-labs/modal-client #2797 (A100, H100, L4, L40S, T4), vLLM #7553 (RTX 4090),
+# noonghunna/club-3090 #741 (RTX 3090), public logs of H200 and B200; rocm-smi's 206,141,652,992 bytes: ROCm #4750 (MI300X).
 
 
 def _gpu(name: str, memory: int, bandwidth: int, sms: int, shared: tuple[int, int], l2_mb: int, rates: dict[str, float],
@@ -79,22 +82,22 @@ _HOPPER = _rates(989.4, float32=67, fp8=1979, int8=1979)
 PRESETS: dict[str, GPU] = {
     gpu.name: gpu
     for gpu in (
-        _gpu("a100-40", 40 * GB, 1555, 108, _SM80, 40, _A100, _NVIDIA + " (A100 SXM 40 GB)"),
+        _gpu("a100-40", 40 * GIB, 1555, 108, _SM80, 40, _A100, _NVIDIA + " (A100 SXM 40 GB)"),
         _gpu("a100-80", 80 * GIB, 2039, 108, _SM80, 40, _A100, _AIC + " (A100 SXM 80 GB; the PCIe card has 1935 GB/s)"),
-        _gpu("h100", 80 * GIB, 3350, 132, _SM90, 50, _HOPPER, _AIC + " (H100 SXM; the PCIe card has 2000 GB/s, 756 TF)"),
-        _gpu("h200", 141 * GB, 4800, 132, _SM90, 50, _HOPPER, _AIC + " (H200 SXM)"),
-        _gpu("b200", 180 * GIB, 8000, 148, _SM90, 126, _rates(2250, fp8=4500, int8=4500),
+        _gpu("h100", 81_559 * MIB, 3350, 132, _SM90, 50, _HOPPER, _AIC + " (H100 SXM; the PCIe card has 2000 GB/s, 756 TF)"),
+        _gpu("h200", 143_771 * MIB, 4800, 132, _SM90, 50, _HOPPER, _AIC + " (H200 SXM)"),
+        _gpu("b200", 183_359 * MIB, 8000, 148, _SM90, 126, _rates(2250, fp8=4500, int8=4500),
              _AIC + "; bandwidth is NVIDIA's 8 TB/s (AIConfigurator and the HGX sheet have 7700); no float32 rate: NVIDIA's"
              " papers disagree"),
-        _gpu("l4", 24 * GB, 300, 58, _SM86, 48, _rates(121, float32=30.3, fp8=242.5, int8=242.5), _NVIDIA + " (L4)"),
-        _gpu("l40s", 46068 * MIB, 864, 142, _SM86, 96, _rates(362.05, float32=91.6, fp8=733, int8=733), _AIC + " (L40S)"),
-        _gpu("rtx-4090", 24 * GB, 1008, 128, _SM86, 72, _rates(165.2, float32=82.6),
+        _gpu("l4", 23_034 * MIB, 300, 58, _SM86, 48, _rates(121, float32=30.3, fp8=242.5, int8=242.5), _NVIDIA + " (L4)"),
+        _gpu("l40s", 46_068 * MIB, 864, 142, _SM86, 96, _rates(362.05, float32=91.6, fp8=733, int8=733), _AIC + " (L40S)"),
+        _gpu("rtx-4090", 24_564 * MIB, 1008, 128, _SM86, 72, _rates(165.2, float32=82.6),
              "NVIDIA Ada architecture paper" + _GEFORCE),
-        _gpu("rtx-3090", 24 * GB, 936, 82, _SM86, 6, _rates(71, float32=35.6),
+        _gpu("rtx-3090", 24_576 * MIB, 936, 82, _SM86, 6, _rates(71, float32=35.6),
              "NVIDIA GA102 architecture paper" + _GEFORCE),
-        _gpu("t4", 16 * GB, 320, 40, _SM75, 4, _rates(65, bfloat16=False, float32=8.1, int8=130),
+        _gpu("t4", 15_360 * MIB, 320, 40, _SM75, 4, _rates(65, bfloat16=False, float32=8.1, int8=130),
              _NVIDIA + " (T4; no bfloat16)"),
-        _gpu("mi300x", 192 * GB, 5300, 304, (64, 64), 32, _rates(1307.4, float32=163.4, fp8=2614.9, int8=2614.9),
+        _gpu("mi300x", 196_592 * MIB, 5300, 304, (64, 64), 32, _rates(1307.4, float32=163.4, fp8=2614.9, int8=2614.9),
              "AMD MI300X data sheet; ROCm GPU specifications (64 KB LDS a compute unit, L2 4 MB in each of 8 dies); the"
              " 256 MB Infinity Cache behind the L2 is not modelled"),
         GPU("a100-paper", 40 * GB, 1500 * GB, 192 * KIB, 108, 108 * 192 * KIB, None, _rates(312, float32=19.5),

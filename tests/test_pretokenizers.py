@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanokv.errors import TokenizerError
+from nanokv.gguf_header import read_header
 from nanokv.pretokenizers import PRE_TOKENIZERS, get_pre_tokenizer
 from nanokv.tokenizer import Tokenizer, byte_alphabet
 from tests.support import data
-from weights.gguf_header import read_header
 from weights.gguf_tokenizer import read_prefix, read_tokenizer
 
 regex = pytest.importorskip("regex")  # comes with the peers: Python's own re knows no \p{L}

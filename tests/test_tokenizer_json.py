@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanokv.errors import TokenizerError
+from nanokv.gguf_header import read_header
 from nanokv.tokenizer import Tokenizer, TokenStream, byte_alphabet
 from nanokv.tokenizer_json import read_tokenizer_json
 from tests.llama_support import BYTE_LEVEL, added, byte_level, small_vocab, template
 from tests.support import data
-from weights.gguf_header import read_header
 from weights.gguf_tokenizer import read_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanokv.errors import TokenizerError
+from nanokv.gguf_header import read_header
 from nanokv.tokenizer import Tokenizer, TokenStream
 from nanokv.tokenizer_spm import SentencePieces, spm_tokenizer
 from tests.support import data
-from weights.gguf_header import read_header
 from weights.gguf_tokenizer import read_prefix, read_tokenizer
 from weights.llama2c import read_tokenizer as read_llama2c
 

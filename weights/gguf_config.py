@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from nanokv.errors import ConfigError
+from nanokv.gguf_header import Header
 from nanokv.models.fields import number
 from nanokv.models.llama_config import LlamaConfig
 from nanokv.models.rope_config import MOST
-from weights.gguf_header import Header
 
 # Architectures, and whether llama.cpp's converter brings their rotary planes side by side.
 ARCHITECTURES: Mapping[str, bool] = {"llama": True, "qwen2": False, "qwen3": False}

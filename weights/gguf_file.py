@@ -8,11 +8,11 @@ import numpy as np
 
 from nanokv.backend import Backend
 from nanokv.errors import CheckpointError, ConfigError
+from nanokv.gguf_header import Header, read_header
 from nanokv.models.llama_config import LlamaConfig
 from weights import gguf_tokenizer
 from weights.checkpoint import Checkpoint
 from weights.gguf_config import ARCHITECTURES, FREQUENCY_DIVISORS, architecture, config_of
-from weights.gguf_header import Header, read_header
 from weights.gguf_tensors import GGUFTensor
 from weights.llama import EMBEDDING, HEAD, NORM, read_llama
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from nanokv.errors import CheckpointError
-from weights.gguf_header import Encoding, TensorEntry
+from nanokv.gguf_header import Encoding, TensorEntry
 from weights.tensors import FLOATS, StoredTensor
 
 PIECE_ELEMENTS = 1 << 19
+DECODED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,12 @@ class GGUFTensor(StoredTensor):
 
     @classmethod
     def of(cls, path: Path, entry: TensorEntry, name: str, adjacent: int = 0) -> "GGUFTensor":
+        """Raises CheckpointError for an encoding that is not read."""
+        if entry.encoding.name not in DECODED:
+            raise CheckpointError(
+                f"{path}: tensor {entry.name!r} is stored as {entry.encoding.name}, which is not supported: "
+                f"{', '.join(DECODED)} are"
+            )
         return cls(path, name, entry.encoding.name, entry.shape, entry.start, entry.encoding, adjacent)
 
     def check(self, shape: tuple[int, ...]) -> None:

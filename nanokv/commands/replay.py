@@ -1,13 +1,14 @@
 """`replay`: a request trace through the runtime's block pool and admission rules, and through what came before paging."""
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from nanokv.commands.deployment import Deployment, deployment_options
 from nanokv.commands.options import writable
-from nanokv.commands.size import Bytes, gpu_budget
 from nanokv.errors import NanoKVError, UsageError
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from sim.planner.traces import Trace
 
 FIELDS = ("arrival", "prompt", "output")
+WORTH_A_PROCESS = 5000  # requests: fewer are replayed in the time that a process takes to begin
 
 
 class Columns(click.ParamType):
@@ -79,16 +81,8 @@ class Columns(click.ParamType):
 @click.option("--max-model-len", type=click.IntRange(1), help="Tokens of a request at most.  [default: the model's positions]")
 @click.option("--max-batch-tokens", default=8192, show_default=True, type=click.IntRange(1), help="Tokens of a step at most.")
 @click.option("--max-sequences", default=256, show_default=True, type=click.IntRange(1), help="Running at most.")
-@click.option("--kv-dtype", help="As for `size`.  [default: the file's dtype]")
-@click.option("--tensor-parallel", default=1, show_default=True, type=click.IntRange(1), help="GPUs that share the model.")
-@click.option("--gpu-memory", type=Bytes(least=1), help="Memory of one GPU, in place of the preset's.")
-@click.option("--utilisation", type=float, help="Share of a GPU's memory that the engine takes.  [default: 0.9, as in vLLM]")
-@click.option("--overhead", type=Bytes(), help="Beside weights and caches on each GPU.  [default: 1.24GB, from a vLLM log]")
-@click.option("--kv-memory", type=Bytes(least=1), help="This many bytes of caches a GPU, whatever the weights leave.")
-@click.option("--params", type=click.IntRange(1), help="The parameter count, where the files do not tell.")
-@click.option("--weights-dtype", help="Store the weights in this dtype.  [default: as the files have them]")
-@click.option("--weights-bytes", type=Bytes(least=1), help="The weights' size, where neither files nor a count tell.")
-@click.option("--mla", default="latent", show_default=True, type=click.Choice(["latent", "expanded"]), help="As for `size`.")
+@deployment_options
+@click.option("--jobs", type=click.IntRange(1), help="Policies that are replayed at once.  [default: one a core]")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw memory and requests over time into this file.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with series over time.")
 def replay(
@@ -108,16 +102,8 @@ def replay(
     max_model_len: int | None,
     max_batch_tokens: int,
     max_sequences: int,
-    kv_dtype: str | None,
-    tensor_parallel: int,
-    gpu_memory: int | None,
-    utilisation: float | None,
-    overhead: int | None,
-    kv_memory: int | None,
-    params: int | None,
-    weights_dtype: str | None,
-    weights_bytes: int | None,
-    mla: str,
+    deployment: Deployment,
+    jobs: int | None,
     plot: Path | None,
     as_json: bool,
 ) -> None:
@@ -128,8 +114,6 @@ def replay(
     K and V are read, or the tokens multiplied, as fast as the GPU can at best.
     """
     from sim.gpus import get_gpu
-    from sim.planner.kv_formats import kv_format
-    from sim.planner.model import read_model
     from sim.planner.replay import Limits
     from sim.planner.server import POLICIES, build_server, policies
 
@@ -139,21 +123,20 @@ def replay(
         require_matplotlib()
         writable(plot)
     gpu = get_gpu(gpu_name)
-    model = read_model(config, weights_dtype=weights_dtype, weights_bytes=weights_bytes, parameters=params,
-                       expand_latent=mla == "expanded")  # fmt: skip
+    model = deployment.model(config)
     length = max_model_len or model.geometry.max_positions
     if length is None:
         raise UsageError(f"{model.name} names no number of positions: give --max-model-len")
-    budget = gpu_budget(model, gpu_name, gpu_memory, utilisation, overhead, tensor_parallel)
+    budget = deployment.budget(model, gpu_name)
     assert budget is not None
     limits = Limits(max_batch_tokens, max_sequences, length)
-    server = build_server(model, gpu, kv_format(kv_dtype or model.geometry.dtype), budget, limits, tensor_parallel,
-                          kv_bytes=kv_memory, dtype=weights_dtype)  # fmt: skip
+    server = build_server(model, gpu, deployment.form(model), budget, limits, deployment.tensor_parallel,
+                          kv_bytes=deployment.kv_memory, dtype=deployment.weights_dtype)  # fmt: skip
     found = _read(trace, columns, hash_block, requests, rate, poisson, seed)
     if prefix and found.hash_block is None:
         raise UsageError(f"{trace} names no prefixes: leave out --prefix")
     reuse = (False, True) if prefix is None and found.hash_block else (bool(prefix),)
-    outcomes = _run(found, server, policies(kinds or POLICIES, block_sizes, reuse, allocator))
+    outcomes = _run(found, server, policies(kinds or POLICIES, block_sizes, reuse, allocator), jobs)
     if plot:
         from sim.planner.replay_report import draw
 
@@ -177,15 +160,17 @@ def _read(trace: Path, columns: dict[str, str] | None, hash_block: int, requests
     return found if requests is None else first_requests(found, requests)
 
 
-def _run(trace: "Trace", server: "Server", policies: "list[Policy]") -> "list[Outcome]":
+def _run(trace: "Trace", server: "Server", policies: "list[Policy]", jobs: int | None) -> "list[Outcome]":
     from rich.console import Console
     from rich.progress import Progress
 
     from sim.planner.server import replay_all
 
+    if jobs is None:
+        jobs = (os.cpu_count() or 1) if len(trace.requests) >= WORTH_A_PROCESS else 1
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"{len(policies)} policies", total=len(policies) * len(trace.requests))
-        outcomes = replay_all(trace, server, policies, lambda count: progress.advance(task, count))
+        outcomes = replay_all(trace, server, policies, lambda count: progress.advance(task, count), jobs)
     if not any(outcome.counts.finished for outcome in outcomes):
         refused = max((outcome.counts for outcome in outcomes), key=lambda counts: counts.too_large)
         raise NanoKVError(

@@ -5,6 +5,7 @@ holds a hashed prefix stays in the index until it is needed for something else; 
 the prefix that was left alone longest goes first. Every operation costs O(1) a block.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -94,15 +95,19 @@ class BlockPool:
         """Takes `count` blocks, least recently used first. OutOfBlocks if there are not as many."""
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks asked for, {self.num_free} of {self.num_blocks - 1} are free")
-        taken = []
+        following, keys, ref_cnt = self._next, self._key, self._ref_cnt  # a replay takes millions
+        taken, block = [], NULL_BLOCK
         for _ in range(count):
-            block = self._next[NULL_BLOCK]
-            self._unlink(block)
-            if self._key[block] is not None:
+            block = following[block]
+            key = keys[block]
+            if key is not None:
                 self._num_cached_free -= 1
-                self.forget(block)
-            self._ref_cnt[block] = 1
+                self._remove(block, key)
+            ref_cnt[block] = 1
             taken.append(block)
+        rest = following[block]  # the whole run leaves the list at once
+        following[NULL_BLOCK], self._previous[rest] = rest, NULL_BLOCK
+        self.num_free -= count
         return taken
 
     def touch(self, blocks: Iterable[int]) -> None:
@@ -123,21 +128,25 @@ class BlockPool:
     def free_blocks(self, blocks: Sequence[int]) -> None:
         """One table less holds each. Give them in the order in which they may be reused: a sequence's last block first, so
         that the beginning of its prefix survives longest. Freeing a free block is an error that changes nothing."""
-        held: dict[int, int] = {}
-        for block in blocks:
-            held[block] = held.get(block, 0) + 1
-            if block != NULL_BLOCK and self._ref_cnt[self._checked(block)] < held[block]:
+        self._check_all(blocks)
+        for block, held in Counter(blocks).items():
+            if self._ref_cnt[block] < held and block != NULL_BLOCK:
                 raise UsageError(f"block {block} is freed once more than it is held")
+        following, previous, ref_cnt = self._next, self._previous, self._ref_cnt
+        last = previous[NULL_BLOCK]
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
-            self._ref_cnt[block] -= 1
-            if self._ref_cnt[block] == 1:
+            count = ref_cnt[block] = ref_cnt[block] - 1
+            if count == 1:
                 self._num_shared -= 1
-            elif self._ref_cnt[block] == 0:
-                self._append(block)
+            elif count == 0:
+                following[last], previous[block] = block, last
+                last = block
+                self.num_free += 1
                 if self._key[block] is not None:
                     self._num_cached_free += 1
+        following[last], previous[NULL_BLOCK] = NULL_BLOCK, last
 
     def cache_block(self, block: int, key: BlockKey) -> None:
         """Enters a full block into the index. Of two blocks with the same content the first stays the one that is found;
@@ -146,8 +155,10 @@ class BlockPool:
             raise UsageError(f"block {block} is not held by anyone: it cannot be cached")
         if self._key[block] is not None or key.digest in self._index:
             return
-        self._key[block], self._index[key.digest] = key, block
-        self._emit(BlockStored(block, key))
+        self._key[block] = key
+        self._index[key.digest] = block
+        if self._listeners:
+            self._emit(BlockStored(block, key))
 
     def get_cached_block(self, key: BlockKey) -> int | None:
         """The block with exactly this content: parent, tokens and extra keys are compared, not only the digest."""
@@ -158,8 +169,12 @@ class BlockPool:
         """Takes a block out of the index: its content is about to change."""
         key = self._key[self._checked(block)]
         if key is not None:
-            self._key[block] = None
-            del self._index[key.digest]
+            self._remove(block, key)
+
+    def _remove(self, block: int, key: BlockKey) -> None:
+        self._key[block] = None
+        del self._index[key.digest]
+        if self._listeners:
             self._emit(BlockRemoved(block, key))
 
     def reset_prefix_cache(self) -> None:
@@ -178,16 +193,15 @@ class BlockPool:
         used = self.num_blocks - 1 - self.num_free
         return PoolStats(used, self._num_cached_free, self.num_free - self._num_cached_free, self._num_shared)
 
+    def _check_all(self, blocks: Sequence[int]) -> None:
+        if blocks:
+            self._checked(min(blocks))
+            self._checked(max(blocks))
+
     def _checked(self, block: int) -> int:
         if not 0 <= block < self.num_blocks:
             raise UsageError(f"block {block} is not in the pool (0 .. {self.num_blocks - 1})")
         return block
-
-    def _append(self, block: int) -> None:
-        last = self._previous[NULL_BLOCK]
-        self._next[last], self._previous[block] = block, last
-        self._next[block], self._previous[NULL_BLOCK] = NULL_BLOCK, block
-        self.num_free += 1
 
     def _unlink(self, block: int) -> None:
         before, after = self._previous[block], self._next[block]

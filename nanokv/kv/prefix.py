@@ -8,15 +8,14 @@ is the slow oracle that the digest is tested against, and it is compared on ever
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 ROOT = hashlib.sha256(b"nanokv prefix root").digest()
 
 
-@dataclass(frozen=True)
-class BlockKey:
+class BlockKey(NamedTuple):
     """The content of a full block. `parent` is the digest of the block before it, or ROOT."""
 
     digest: bytes

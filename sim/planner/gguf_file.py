@@ -2,15 +2,18 @@
 
 Keys are named `<architecture>.attention.head_count_kv` and so on (the GGUF specification, ggml/docs/gguf.md). Which layers
 of an architecture are windowed is in llama.cpp's code (src/llama-model.cpp), not in the file: the table below repeats it.
-The `gguf` package is an optional extra, imported when a GGUF file is asked for.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanokv.errors import CheckpointError, ConfigError
+import numpy as np
+
+from nanokv.errors import ConfigError
+from nanokv.gguf_header import read_header
 from sim.planner.geometry import drop_idle_windows
 from sim.planner.layers import Geometry, Kind, Layer
 
@@ -25,24 +28,34 @@ EVERY_LAYER = frozenset({"phi3"})
 LATENT = frozenset({"deepseek2"})
 DEFAULT_WINDOW: Mapping[str, int] = {"llama4": 8192, "gemma2": 4096}  # where the file says nothing
 
+SPLIT_NAME = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+
 # Keys that shape caches in ways that only some architectures have; ".ssm." and the like stand for all keys with that part.
 SHAPING = ("sliding_window", "kv_lora_rank", ".ssm.", "shared_kv_layers", "indexer", "_swa", "shortconv", "chunk_size", "kda")
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], list[tuple[int, int]]]:
-    """(metadata without the token lists, (elements, bytes) of each tensor)."""
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise CheckpointError(f"{path}: reading GGUF needs the gguf package: pip install 'nanokv[gguf]'") from None
-    try:
-        reader = GGUFReader(path)
-        wanted = {name: field for name, field in reader.fields.items() if not name.startswith(("tokenizer.", "GGUF."))}
-        metadata = {name: field.contents() for name, field in wanted.items()}
-        tensors = [(int(tensor.n_elements), int(tensor.n_bytes)) for tensor in reader.tensors]
-    except Exception as error:  # the reader raises whatever NumPy makes of a damaged file
-        raise CheckpointError(f"{path} is not a readable GGUF file: {error}") from None
-    return metadata, tensors
+    """(metadata without the token lists, (elements, bytes) of each tensor). CheckpointError for a damaged file.
+
+    Of a model in several files (metadata split.count) this is one file; other_parts() are the others.
+    """
+    header = read_header(path)
+    kept = {name: value for name, value in header.metadata.items() if not name.startswith("tokenizer.")}
+    metadata = {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in kept.items()}
+    return metadata, [(tensor.elements, tensor.size) for tensor in header.tensors.values()]
+
+
+def other_parts(path: Path, count: int) -> list[Path]:
+    """The other files of a model that gguf-split has cut in `count`: NAME-00001-of-00003.gguf and so on. ConfigError names
+    one that is not there."""
+    found = SPLIT_NAME.fullmatch(path.name)
+    if found is None or int(found[2]) != count:
+        raise ConfigError(f"{path.name} is one of {count} files, whose names do not follow from its own")
+    parts = [path.with_name(f"{found[1]}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    for part in parts:
+        if not part.exists():
+            raise ConfigError(f"{part.name} is not there: the size of the weights is not known")
+    return [part for part in parts if part != path]
 
 
 def geometry_from_gguf(metadata: Mapping[str, Any], *, expand_latent: bool = False) -> Geometry:

@@ -17,6 +17,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from nanokv.kv.prefix import BlockKey
+from nanokv.scheduler import Memory as SchedulerMemory
 from sim.planner.traces import Request
 
 Counts: TypeAlias = np.ndarray  # int64
@@ -61,26 +62,13 @@ class Usage:
 USES = tuple(each.name for each in fields(Usage))
 
 
-class Memory(Protocol):
-    """What the scheduler asks. `slots` tokens fit in all; units are blocks where there are blocks."""
+class Memory(SchedulerMemory[Sequence], Protocol):
+    """What the scheduler asks (units are blocks where there are blocks), and the replay. `slots` tokens fit in all."""
 
     slots: int
 
-    @property
-    def num_free(self) -> int:
-        """Units that a step may take."""
-        ...
-
     def can_ever_hold(self, request: Request) -> bool:
         """Whether the request fits in the empty memory."""
-        ...
-
-    def admit(self, sequence: Sequence, running: Many[Sequence], reserved: int) -> bool:
-        """Lets a waiting sequence in, or changes nothing; `reserved` units are promised to the running ones in this step."""
-        ...
-
-    def needed(self, sequence: Sequence, count: int) -> int:
-        """Units that `count` more tokens take."""
         ...
 
     def extend(self, sequence: Sequence, count: int) -> None:
@@ -89,10 +77,6 @@ class Memory(Protocol):
 
     def commit(self, sequence: Sequence) -> None:
         """The tokens that extend() made room for are computed."""
-        ...
-
-    def release(self, sequence: Sequence) -> None:
-        """Takes everything from a sequence that has ended or is preempted."""
         ...
 
     def reach(self, computed: Counts, steps: int) -> int:
@@ -104,7 +88,7 @@ class Memory(Protocol):
         ...
 
     def infinite_hit(self, sequence: Sequence) -> int:
-        """Tokens of a prefix that admit() would find if nothing had ever been evicted."""
+        """Tokens of a prefix that adopt() would find if nothing had ever been evicted."""
         ...
 
     def sharing(self, running: Many[Sequence]) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any
 from nanokv.errors import CheckpointError, ConfigError
 from nanokv.files import read_json
 from sim.planner.geometry import geometry_from_config
-from sim.planner.gguf_file import geometry_from_gguf, read_gguf
+from sim.planner.gguf_file import SPLIT_NAME, geometry_from_gguf, other_parts, read_gguf
 from sim.planner.hub import fetch_config, fetch_tensors
 from sim.planner.layers import Geometry
 from sim.planner.weights_size import Weights, from_config, from_directory, from_parameters, from_tensors
@@ -47,11 +47,13 @@ def read_model(
     tensors: list[tuple[int, int]] | None = None
     directory: Path | None = None
     raw: Mapping[str, Any] = {}
+    split = 1
     if path.is_dir():
         found = _only_gguf(path)
         path = found if found else path / CONFIG
     if path.suffix == ".gguf":
         metadata, tensors = read_gguf(_existing(path))
+        split = metadata.get("split.count", 1)
         geometry = geometry_from_gguf(metadata, expand_latent=expand_latent)
         name = str(metadata.get("general.name") or path.stem)
     else:
@@ -66,6 +68,8 @@ def read_model(
         if directory is None:
             tensors = fetch_tensors(source)
     try:
+        if split > 1 and weights_bytes is None and parameters is None:
+            tensors = [*(tensors or ()), *(each for part in other_parts(path, split) for each in read_gguf(part)[1])]
         weights = _weights(raw, geometry, directory, tensors, weights_dtype, weights_bytes, parameters)
     except ConfigError as error:
         return Model(name, geometry, None, str(error))
@@ -96,11 +100,11 @@ def _weights(
 
 
 def _only_gguf(directory: Path) -> Path | None:
-    """The one GGUF file of a directory without a config.json."""
+    """The one GGUF file of a directory without a config.json, or the first part of the one model there."""
     if (directory / CONFIG).exists():
         return None
     files = sorted(directory.glob("*.gguf"))
-    if len(files) == 1:
+    if len({SPLIT_NAME.sub(r"\1", file.name) for file in files}) == 1:
         return files[0]
     raise CheckpointError(f"{directory} has no {CONFIG} and {len(files)} GGUF files: name one file")
 

@@ -1,5 +1,6 @@
 """Blocks of the runtime's own pool for the requests of a replay, taken, shared and given back as its engine does."""
 
+import sys
 from collections.abc import Sequence as Many
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ class Paged:
         self.block_size, self.slots = block_size, num_blocks * block_size
         self._reuse, self._named = hash_block is not None, hash_block or 1
         self._deepest: dict[int, int] = {}  # node -> its last block that was ever published
+        self._numbers: list[bytes] = []  # of blocks, as keys have them: written once, not for every key
 
     @property
     def num_free(self) -> int:
@@ -38,17 +40,23 @@ class Paged:
     def can_ever_hold(self, request: Request) -> bool:
         return self._blocks(request.total) <= self.pool.num_blocks - 1
 
-    def admit(self, sequence: Sequence, running: Many[Sequence], reserved: int) -> bool:
-        """Engine's rule: all known tokens and one more fit beside what the others still need for theirs."""
-        if self._reuse:
-            self._adopt(sequence)
-        owed = sum(self._outstanding(each) for each in running)
-        if self._outstanding(sequence) <= self.pool.num_free - max(reserved, owed):
-            return True
-        self.release(sequence)
-        return False
+    def adopt(self, sequence: Sequence) -> None:
+        """Starts an empty sequence with the longest cached prefix, at least one token short of all that is known."""
+        if not self._reuse:
+            return
+        self._make_keys(sequence, (sequence.known - 1) // self.block_size)
+        found = []
+        for key in sequence.keys:
+            hit = self.pool.get_cached_block(key)
+            if hit is None:
+                break
+            found.append(hit)
+        self.pool.touch(found)
+        sequence.block_table = found
+        sequence.published = len(found)
+        sequence.computed = len(found) * self.block_size
 
-    def _outstanding(self, sequence: Sequence) -> int:
+    def outstanding(self, sequence: Sequence) -> int:
         return self._blocks(sequence.known + 1) - len(sequence.block_table)
 
     def needed(self, sequence: Sequence, count: int) -> int:
@@ -154,32 +162,23 @@ class Paged:
             shared += self._named
         return shared > before
 
-    def _adopt(self, sequence: Sequence) -> None:
-        """Starts an empty sequence with the longest cached prefix, at least one token short of all that is known."""
-        self._make_keys(sequence, (sequence.known - 1) // self.block_size)
-        found = []
-        for key in sequence.keys:
-            hit = self.pool.get_cached_block(key)
-            if hit is None:
-                break
-            found.append(hit)
-        self.pool.touch(found)
-        sequence.block_table = found
-        sequence.published = len(found)
-        sequence.computed = len(found) * self.block_size
-
     def _make_keys(self, sequence: Sequence, count: int) -> None:
         """Keys of the first `count` blocks. A node of the trace names a block's past as a digest does, and stands in its
         place: the node that holds the block's last token."""
-        request, keys, size = sequence.request, sequence.keys, self.block_size
+        keys, numbers = sequence.keys, self._numbers
+        numbers += [block.to_bytes(8, "little") for block in range(len(numbers), count)]
+        while len(keys) < count:
+            owner, end = self._owner(sequence, len(keys))
+            keys += [BlockKey(owner + number, b"", (), ()) for number in numbers[len(keys) : min(end, count)]]
+
+    def _owner(self, sequence: Sequence, block: int) -> tuple[bytes, int]:
+        """Who names a block: a node of the trace or the sequence alone, and the first block that it does not name."""
+        request, size = sequence.request, self.block_size
         named = request.prompt // size if request.prefix else 0  # blocks
-        own = (sequence.index << 1 | 1).to_bytes(8, "little")
-        for block in range(len(keys), count):
-            if block < named:
-                owner = (request.prefix[((block + 1) * size - 1) // self._named] << 1).to_bytes(8, "little")
-            else:
-                owner = own
-            keys.append(BlockKey(owner + block.to_bytes(8, "little"), b"", (), ()))
+        if block >= named:
+            return (sequence.index << 1 | 1).to_bytes(8, "little"), sys.maxsize
+        at = ((block + 1) * size - 1) // self._named
+        return (request.prefix[at] << 1).to_bytes(8, "little"), min(named, (at + 1) * self._named // size)
 
     def _note_published(self, sequence: Sequence, full: int) -> None:
         """Keeps, for a cache that never evicts, how far into each node blocks were published."""

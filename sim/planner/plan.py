@@ -11,9 +11,9 @@ from sim.formats import Format
 from sim.planner.capacity import Need, max_requests, max_tokens, need, pool_tokens, shard
 from sim.planner.layers import Geometry
 
-# Llama-3.1-8B on an RTX 4090 at 0.9: vLLM's log has 2,588 blocks of 16 tokens, 41,408, where the memory that it sees less
-# the weights alone would hold 50,850: 1.24 GB of CUDA context, activations and graphs. Mostly constant; --overhead sets it.
-OVERHEAD = 1_240_000_000
+# Llama-3.1-8B on an RTX 4090 at 0.9: vLLM's log has 2,588 blocks of 16 tokens, 41,408. 0.9 of the card's 24,564 MiB less the
+# weights would hold 54,328: 1.69 GB of what CUDA keeps for itself, activations and graphs. Mostly constant; --overhead sets it.
+OVERHEAD = 1_690_000_000
 UTILISATION = 0.9  # vLLM's default
 
 

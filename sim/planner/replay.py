@@ -1,9 +1,7 @@
 """A trace run through the runtime's rules, without a model: who runs, who waits, who is preempted, and what memory holds.
 
-The rules are those of nanokv.engine.Engine, step by step. The oldest are served first, each with all that it has pending
-within the step's budget of tokens; when blocks run out, the newest gives its own back and is computed again later; a
-waiting one is let in when its whole known text and one token more fit beside what the others still need. Steps in which
-every sequence gets one token and nobody comes, goes or is preempted are taken together: it changes no result.
+The rules are the runtime's own, nanokv.scheduler, as its engine follows them. Steps in which every sequence gets one token
+and nobody comes, goes or is preempted are taken together: it changes no result.
 """
 
 from collections import deque
@@ -13,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nanokv.errors import NanoKVError
+from nanokv.scheduler import Scheduler
 from sim.planner.kv_memory import Memory, Sequence, Usage
 from sim.planner.step_time import PICOSECONDS, StepTime
 from sim.planner.timeline import Timeline
@@ -79,8 +78,8 @@ class Replay:
 
     def __post_init__(self) -> None:
         self.counts = Counts(len(self.requests))
-        self.running: list[Sequence] = []  # in order of admission
-        self.waiting: deque[Sequence] = deque()
+        self._scheduler: Scheduler[Sequence] = Scheduler(self.memory, self.limits.tokens, self.limits.sequences)
+        self.running, self.waiting = self._scheduler.running, self._scheduler.waiting
         self.finished: list[Sequence] = []
         self._coming = deque(
             Sequence(request, index, round(request.arrival * PICOSECONDS)) for index, request in enumerate(self.requests)
@@ -139,73 +138,31 @@ class Replay:
         self._advance([sequence for sequence, _ in plan if sequence.pending == 0], 1)
 
     def _schedule(self) -> list[tuple[Sequence, int]]:
-        """Engine._schedule: who gets how many tokens now."""
-        plan: list[tuple[Sequence, int]] = []
-        budget, reserved, preempted = self.limits.tokens, 0, False
-        at = 0
-        while at < len(self.running):
-            sequence = self.running[at]
-            count = min(sequence.pending, budget)
-            if count == 0:
-                break
-            needed = self.memory.needed(sequence, count)
-            while needed > self.memory.num_free - reserved:
-                preempted = True
-                if self._preempt_newest() is sequence:
-                    break
-            else:
-                reserved += needed
-                budget -= count
-                plan.append((sequence, count))
-            at += 1
-        while budget and not preempted and not self._stuck and self._has_candidate:
-            sequence = self.waiting[0]
-            if not self._admit(sequence, reserved):
-                self._stuck = True
-                break
-            count = min(sequence.pending, budget)
-            reserved += self.memory.needed(sequence, count)
-            budget -= count
-            plan.append((sequence, count))
+        """Who gets how many tokens now. One that was refused is not asked again before something may have changed that."""
+        before = self.counts.preemptions
+        plan = self._scheduler.schedule(admit=not self._stuck)
+        self.counts.preemptions = self._scheduler.preemptions
+        self._stuck = self._scheduler.refused or (self._stuck and self.counts.preemptions == before)
+        for sequence, _ in plan:
+            if sequence.admitted is None:
+                self._note_admission(sequence)
         return plan
 
-    @property
-    def _has_candidate(self) -> bool:
-        """Whether the first that waits may be let in as far as numbers go."""
-        return bool(self.waiting) and len(self.running) < self.limits.sequences
+    def _note_admission(self, sequence: Sequence) -> None:
+        sequence.admitted = self.now
+        self.counts.waited += self.now - sequence.arrival
+        self.counts.prefix_hit_tokens += sequence.computed
+        self.counts.infinite_hit_tokens += self.memory.infinite_hit(sequence)
 
     @property
     def _head(self) -> Sequence | None:
         """The request that waits for memory."""
         return self.waiting[0] if self._stuck else None
 
-    def _admit(self, sequence: Sequence, reserved: int) -> bool:
-        if not self.memory.admit(sequence, self.running, reserved):
-            return False
-        if sequence.admitted is None:
-            sequence.admitted = self.now
-            self.counts.waited += self.now - sequence.arrival
-            self.counts.prefix_hit_tokens += sequence.computed
-            self.counts.infinite_hit_tokens += self.memory.infinite_hit(sequence)
-        self.waiting.popleft()
-        self.running.append(sequence)
-        return True
-
-    def _preempt_newest(self) -> Sequence:
-        sequence = self.running.pop()
-        self._release(sequence)
-        self.waiting.appendleft(sequence)
-        self.counts.preemptions += 1
-        return sequence
-
-    def _release(self, sequence: Sequence) -> None:
-        self.memory.release(sequence)
-        self._stuck = False
-
     def _decode_together(self) -> bool:
         """The steps until something happens, where every running sequence decodes; False where that is none."""
         running = self.running
-        if not running or len(running) > self.limits.tokens or (self._has_candidate and not self._stuck):
+        if not running or len(running) > self.limits.tokens or (self._scheduler.has_place and not self._stuck):
             return False
         if any(sequence.pending > 1 for sequence in reversed(running)):
             return False
@@ -264,11 +221,12 @@ class Replay:
             if sequence.generated >= sequence.request.output:
                 ended.append(sequence)
         for sequence in ended:
-            self._release(sequence)
+            self.memory.release(sequence)
             sequence.keys = []  # a long trace has millions
             self.finished.append(sequence)
         if ended:
+            self._stuck = False
             gone = set(map(id, ended))
-            self.running = [sequence for sequence in self.running if id(sequence) not in gone]
+            self.running[:] = [sequence for sequence in self.running if id(sequence) not in gone]
             self.counts.finished += len(ended)
             self.ended(len(ended))

@@ -173,7 +173,7 @@ COLOURS = {"tokens": "#4477aa", "reserved": "#ccbb44", "internal": "#ee6677", "e
 
 
 def figure_of(outcomes: Sequence[Outcome]) -> Any:
-    """A row a policy, on one axis of time: memory by what it holds on the left, requests on the right."""
+    """A row a policy, on one axis of time: memory by what it holds on the left (white is free), requests on the right."""
     from matplotlib.figure import Figure
 
     rows = len(outcomes)
@@ -181,10 +181,10 @@ def figure_of(outcomes: Sequence[Outcome]) -> Any:
     grid = figure.subplots(rows, 2, sharex=True, squeeze=False)
     for (left, right), outcome in zip(grid, outcomes, strict=True):
         _draw(left, right, outcome, outcome.timeline.series(2 * INTERVALS))
-    grid[0, 0].legend(loc="upper right", fontsize=7, ncols=len(COLOURS))
-    grid[0, 1].legend(loc="upper right", fontsize=7)
+    for axes, place in zip(grid[0], ("outside upper left", "outside upper right"), strict=True):
+        figure.legend(*axes.get_legend_handles_labels(), loc=place, fontsize=8, ncols=len(COLOURS), frameon=False)
     for axes in grid[-1]:
-        axes.set_xlabel("seconds")
+        axes.set(xlabel="seconds", xlim=(0, None))
     return figure
 
 
@@ -196,7 +196,8 @@ def _draw(left: Any, right: Any, outcome: Outcome, series: Series) -> None:
     for name in ("running", "waiting"):
         right.plot(series.seconds, series.values[name], label=name)
     right.plot(series.seconds, series.values["preemptions"], ":", color="grey", label="preempted so far")
-    right.set(ylabel="requests", yscale="symlog", ylim=(0, None))
+    right.set(title=outcome.policy.label, ylabel="requests", yscale="symlog", ylim=(0, None))
+    right.yaxis.set_major_formatter("{x:,.0f}")
 
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:

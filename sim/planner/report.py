@@ -204,12 +204,13 @@ def table(results: list[dict[str, Any]]) -> list[str]:
 
 
 def figure_of(models: list[Model], plans: list[Plan]) -> Any:
-    """Bytes of caches on a GPU against context, as needed and in one pool; a dashed line is what the GPU has left."""
+    """Bytes of caches on a GPU against context: as needed, dotted in one pool where that is more, and dashed what the GPU has
+    left. The grey line is the context that was asked for."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
     asked = plans[0].asked
+    figure = Figure(figsize=(8, 5 + 0.25 * len(plans)), layout="constrained")
+    axes = figure.subplots()
     last = max([asked.context, *(found.as_needed.max_tokens or 0 for found in plans if found.as_needed)])
     at = sorted({max(1, last * i // 200) for i in range(221)})
     heights = []
@@ -218,19 +219,22 @@ def figure_of(models: list[Model], plans: list[Plan]) -> Any:
         needs = [need(part, tokens, asked.batch, found.asked.form, asked.block_size) for tokens in at]
         label = f"{model.name}, {found.asked.form.name}"
         (line,) = axes.plot(at, [each.total / GIB for each in needs], label=f"{label}: needed")
-        axes.plot(at, [each.total_allocated / GIB for each in needs], ":", color=line.get_color(), label=f"{label}: one pool")
+        if any(layer.window for layer in part.layers):
+            pool = [each.total_allocated / GIB for each in needs]
+            axes.plot(at, pool, ":", color=line.get_color(), label=f"{label}: in one pool")
         heights += [needs[-1].total / GIB, found.per_gpu.total_allocated / GIB]
         if found.available is not None:
             left = found.available / GIB
             axes.axhline(left, color=line.get_color(), linestyle="--", linewidth=1, label=f"{label}: {left:.2f} GiB are left")
             heights.append(left)
-    axes.axvline(asked.context, color="grey", linewidth=0.8)
+    axes.axvline(asked.context, color="grey", linewidth=0.8, label=f"{asked.context:,} tokens")
     axes.set(
-        xlabel=f"tokens of context, batch {asked.batch}", ylabel="GiB on each GPU", ylim=(min(0, *heights), 1.1 * max(heights))
-    )
-    axes.set_xlim(left=0)
+        xlabel=f"tokens of context, batch {asked.batch:,}", ylabel="GiB on each GPU",
+        xlim=(0, at[-1]), ylim=(min(0, *heights), 1.1 * max(heights)),
+    )  # fmt: skip
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     return figure
 
 

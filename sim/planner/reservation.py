@@ -154,12 +154,13 @@ class Reserved:
     def can_ever_hold(self, request: Request) -> bool:
         return self._allocator.can_ever(self._size(request))
 
-    def admit(self, sequence: Sequence, running: Many[Sequence], reserved: int) -> bool:
+    def adopt(self, sequence: Sequence) -> None:
+        """Takes the run, if there is a hole for it."""
         start = self._allocator.take(self._size(sequence.request))
-        if start is None:
-            return False
-        sequence.block_table = [start]
-        return True
+        sequence.block_table = [] if start is None else [start]
+
+    def outstanding(self, sequence: Sequence) -> int:
+        return 0 if sequence.block_table else 1  # more than is ever free: all is taken at once, or nothing
 
     def needed(self, sequence: Sequence, count: int) -> int:
         return 0
@@ -171,7 +172,9 @@ class Reserved:
         pass
 
     def release(self, sequence: Sequence) -> None:
-        self._allocator.give(sequence.block_table.pop(), self._size(sequence.request))
+        for start in sequence.block_table:
+            self._allocator.give(start, self._size(sequence.request))
+        sequence.block_table = []
 
     def reach(self, computed: Counts, steps: int) -> int:
         return steps

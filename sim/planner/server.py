@@ -1,7 +1,9 @@
 """The engine that a trace is replayed on: a model on GPUs, what is left for K and V, and the ways of giving it out."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
 
 from nanokv.errors import CapacityError, ConfigError
 from sim.formats import Format
@@ -121,14 +123,34 @@ def _machine(gpu: GPU, parts: int) -> str:
 
 
 def replay_all(
-    trace: Trace, server: Server, policies: Sequence[Policy], ended: Callable[[int], object] = lambda count: None
+    trace: Trace, server: Server, policies: Sequence[Policy], ended: Callable[[int], object] = lambda count: None, jobs: int = 1
 ) -> list[Outcome]:
-    """Each policy on an empty memory, one after the other."""
-    outcomes = []
-    for policy, memory in [(policy, policy.memory(server, trace)) for policy in policies]:
-        run = Replay(trace.requests, memory, server.time, server.limits, ended)
-        outcomes.append(Outcome(policy, memory.slots, run.run(), run.timeline))
-    return outcomes
+    """Each policy on an empty memory, in `jobs` processes; `ended` is called with the number of requests that have just
+    ended, all those of a policy at once where there are several processes."""
+    for policy in policies:
+        policy.memory(server, trace)  # an error before anything is replayed
+    if jobs < 2 or len(policies) < 2:
+        return [_replay(trace, server, policy, ended) for policy in policies]
+    with ProcessPoolExecutor(min(jobs, len(policies)), get_context("spawn")) as processes:
+        tasks = {
+            processes.submit(_replay, trace, server, policy): policy for policy in sorted(policies, key=_work, reverse=True)
+        }
+        for task in as_completed(tasks):
+            task.result()
+            ended(len(trace.requests))
+    found = {policy: task.result() for task, policy in tasks.items()}
+    return [found[policy] for policy in policies]
+
+
+def _replay(trace: Trace, server: Server, policy: Policy, ended: Callable[[int], object] = lambda count: None) -> Outcome:
+    memory = policy.memory(server, trace)
+    run = Replay(trace.requests, memory, server.time, server.limits, ended)
+    return Outcome(policy, memory.slots, run.run(), run.timeline)
+
+
+def _work(policy: Policy) -> tuple[bool, float]:
+    """Grows with the time that a policy takes: what is longest begins first."""
+    return policy.reuse, (policy.kind == PAGED) / policy.block_size
 
 
 def policies(kinds: Sequence[str], block_sizes: Sequence[int], reuse: Sequence[bool], allocator: str) -> list[Policy]:

@@ -97,6 +97,20 @@ def test_bandwidth_and_on_chip_memory(name: str, bandwidth: int, shared: int, bl
     assert get_gpu("a100-paper").registers is None
 
 
+def test_memory_is_what_the_driver_reports() -> None:
+    """The GB of a card's name are GiB, less what the driver and ECC keep. vLLM's log of an RTX 4090 (25.25 GB seen) and the
+    23.64 GiB that PyTorch's messages name lie below the driver's 24,564 MiB, and above 24 * 10^9 bytes."""
+    total = {name: PRESETS[name].memory / (1 << 20) for name in NAMES[:-1]}
+    assert total == {
+        "a100-40": 40_960, "a100-80": 81_920, "h100": 81_559, "h200": 143_771, "b200": 183_359, "l4": 23_034, "l40s": 46_068,
+        "rtx-4090": 24_564, "rtx-3090": 24_576, "t4": 15_360, "mi300x": 196_592,
+    }  # fmt: skip
+    assert 24 * 10**9 < 25.25e9 < 23.64 * GIB < PRESETS["rtx-4090"].memory < 24 * GIB
+    named = {"a100-40": 40, "a100-80": 80, "h100": 80, "l4": 24, "l40s": 48, "rtx-4090": 24, "rtx-3090": 24, "t4": 16}
+    for name, gib in named.items():
+        assert 0.93 * gib * GIB <= PRESETS[name].memory <= gib * GIB, name
+
+
 def test_a_t4_has_no_bfloat16() -> None:
     with pytest.raises(UsageError, match="t4 has no bfloat16 rate: it has float16"):
         get_gpu("t4").rate("bfloat16")

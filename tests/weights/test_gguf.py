@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from nanokv.backend import NUMPY
 from nanokv.errors import CheckpointError, ConfigError, NanoKVError, TokenizerError
+from nanokv.gguf_header import ENCODINGS, TensorEntry, read_header
 from nanokv.models.llama import block_shapes, random_params
 from nanokv.models.llama_config import LlamaConfig
 from nanokv.rope import Rope, Scaling
@@ -37,7 +38,7 @@ from tests.weights.llama_files import (
     write_gguf,
 )
 from weights.gguf_file import load_gguf
-from weights.gguf_header import read_header
+from weights.gguf_tensors import GGUFTensor
 from weights.llama import read_llama
 from weights.tensors import open_safetensors
 
@@ -464,3 +465,19 @@ def test_peak_memory(path, name):
     loaded, peak = map(int, subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split())
     assert loaded > 4 * 134_000_000
     assert loaded < peak <= 1.25 * loaded + 150e6, f"peak {peak / 1e6:.0f} MB for {loaded / 1e6:.0f} MB of weights"
+
+
+def test_sizes_of_all_encodings_are_the_gguf_packages() -> None:
+    gguf = pytest.importorskip("gguf")
+    theirs = {int(kind): (kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
+    ours = {code: (each.name, each.block, each.size) for code, each in ENCODINGS.items()}
+    assert ours == {code: theirs[code] for code in ours}
+    assert "Q8_1" not in {name for name, *_ in ours.values()}  # for activations only, and of two sizes
+
+
+def test_an_encoding_that_is_not_read_is_named(tmp_path: Path) -> None:
+    entry = TensorEntry("blk.0.attn_q.weight", (1, 256), ENCODINGS[13], 0)
+    with pytest.raises(
+        CheckpointError, match=r"tensor 'blk\.0\.attn_q\.weight' is stored as Q5_K, which is not supported: F32"
+    ):
+        GGUFTensor.of(tmp_path / "model.gguf", entry, "q_proj")

@@ -142,7 +142,10 @@ def test_a_repository_without_safetensors(tmp_path: Path, answers: Callable[[Ans
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (http_error(errors.RepositoryNotFoundError), "the hub has no repository 'someone/tiny': check the spelling"),
+        (
+            http_error(errors.RepositoryNotFoundError),
+            "'someone/tiny' is not here, and the hub has no repository of that name: check the spelling",
+        ),
         (http_error(errors.GatedRepoError), "'someone/tiny' asks for consent: accept its terms"),
         (errors.LocalEntryNotFoundError("offline"), "'someone/tiny' is not in the local cache and the hub cannot be reached"),
         (errors.HFValidationError("bad id"), "'someone/tiny' cannot be read from the hub: bad id"),
@@ -164,6 +167,6 @@ def test_what_the_hub_can_answer(answers: Callable[[Answer], list[dict[str, Any]
 def test_the_package_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(
-        CheckpointError, match=r"'gpt2' is no directory here, .* needs huggingface_hub: pip install 'nanokv\[hub\]'"
+        CheckpointError, match=r"'gpt2' is not here, .* needs huggingface_hub: pip install 'nanokv\[hub\]', or name a directory"
     ):
         fetch("gpt2")

@@ -57,7 +57,7 @@ def hub_error(name: str) -> Exception:
     ("error", "message"),
     [
         ("GatedRepoError", "asks for consent"),
-        ("RepositoryNotFoundError", "neither a file here nor a repository on the hub"),
+        ("RepositoryNotFoundError", "is not here, and the hub has no repository of that name"),
         ("LocalEntryNotFoundError", "the hub cannot be reached"),
         ("EntryNotFoundError", "has no config.json"),
     ],

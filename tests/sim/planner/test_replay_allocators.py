@@ -1,7 +1,7 @@
 """Reservations: runs never overlap, nothing is lost, and what is given back can be taken again."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanokv.errors import UsageError
@@ -17,7 +17,7 @@ def largest_hole(owners: list[int | None]) -> int:
     return best
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     st.sampled_from(sorted(ALLOCATORS)), st.integers(1, 70),
     st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 99)), max_size=60),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from nanokv.engine import Engine
@@ -28,14 +28,14 @@ def run_engine(engine: Engine, requests: list[tuple[int, list[int], int]]) -> tu
     steps in which there is nothing to do pass at once."""
     plans: list[Plan] = []
     runs: list[Any] = []
-    schedule = engine._schedule
+    schedule = engine._scheduler.schedule
 
     def recorded() -> Any:
         plan = schedule()
         plans.append([(next(i for i, run in enumerate(runs) if run is each.run), count) for each, count in plan])
         return plan
 
-    engine._schedule = recorded  # type: ignore[method-assign]
+    engine._scheduler.schedule = recorded  # type: ignore[method-assign]
     now = 0
     while len(runs) < len(requests) or engine.has_work:
         if not engine.has_work:
@@ -69,7 +69,7 @@ def outputs_differ(runs: list[Any], size: int) -> bool:
     return len(set(blocks)) == len(blocks) and not prompts & set(blocks)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     jobs.map(lambda each: sorted(each, key=lambda job: job[0])), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 30),
     st.integers(1, 70), st.integers(1, 6), st.booleans(),

@@ -38,10 +38,19 @@ class Encoding:
     size: int
 
 
+# ggml's types by their codes (ggml/include/ggml.h, ggml/src/ggml-common.h).
 ENCODINGS: Mapping[int, Encoding] = {
-    0: Encoding("F32", 1, 4), 1: Encoding("F16", 1, 2), 30: Encoding("BF16", 1, 2),
-    2: Encoding("Q4_0", 32, 18), 3: Encoding("Q4_1", 32, 20), 8: Encoding("Q8_0", 32, 34),
-    12: Encoding("Q4_K", 256, 144), 14: Encoding("Q6_K", 256, 210),
+    code: Encoding(name, block, size)
+    for code, name, block, size in (
+        (0, "F32", 1, 4), (1, "F16", 1, 2), (30, "BF16", 1, 2), (28, "F64", 1, 8),
+        (24, "I8", 1, 1), (25, "I16", 1, 2), (26, "I32", 1, 4), (27, "I64", 1, 8),
+        (2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20), (6, "Q5_0", 32, 22), (7, "Q5_1", 32, 24), (8, "Q8_0", 32, 34),
+        (10, "Q2_K", 256, 84), (11, "Q3_K", 256, 110), (12, "Q4_K", 256, 144), (13, "Q5_K", 256, 176),
+        (14, "Q6_K", 256, 210), (15, "Q8_K", 256, 292),
+        (16, "IQ2_XXS", 256, 66), (17, "IQ2_XS", 256, 74), (18, "IQ3_XXS", 256, 98), (19, "IQ1_S", 256, 50),
+        (20, "IQ4_NL", 32, 18), (21, "IQ3_S", 256, 110), (22, "IQ2_S", 256, 82), (23, "IQ4_XS", 256, 136),
+        (29, "IQ1_M", 256, 56), (34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66), (39, "MXFP4", 32, 17),
+    )
 }  # fmt: skip
 
 
@@ -53,6 +62,15 @@ class TensorEntry:
     shape: tuple[int, ...]
     encoding: Encoding
     start: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.elements // self.encoding.block * self.encoding.size
 
 
 @dataclass(frozen=True)
@@ -98,8 +116,8 @@ class _Reader:
         for name, shape, encoding, offset in listed:
             if name in tensors:
                 raise self._error(f"it lists tensor {name!r} twice")
-            self._check_place(name, shape, encoding, offset, start, alignment)
             tensors[name] = TensorEntry(name, shape, encoding, start + offset)
+            self._check_place(tensors[name], offset, alignment)
         return Header(metadata, tensors)
 
     def _check_start(self) -> tuple[int, int]:
@@ -144,8 +162,7 @@ class _Reader:
         shape = tuple(self._integer("<Q") for _ in range(dimensions))[::-1]
         code, offset = self._integer("<I"), self._integer("<Q")
         if code not in ENCODINGS:
-            known = ", ".join(encoding.name for encoding in ENCODINGS.values())
-            raise self._error(f"tensor {name!r} is stored as ggml type {code}, which is not supported: {known} are")
+            raise self._error(f"tensor {name!r} is stored as ggml type {code}, whose size is not known")
         return name, shape, ENCODINGS[code], offset
 
     def _alignment(self, metadata: Mapping[str, Any]) -> int:
@@ -154,19 +171,17 @@ class _Reader:
             raise self._error(f"general.alignment {value!r} is not a multiple of 8")
         return value
 
-    def _check_place(
-        self, name: str, shape: tuple[int, ...], encoding: Encoding, offset: int, start: int, alignment: int
-    ) -> None:
+    def _check_place(self, entry: TensorEntry, offset: int, alignment: int) -> None:
         """The tensor lies inside the file, in rows of whole blocks."""
+        name, shape, encoding = entry.name, entry.shape, entry.encoding
         if not all(shape):
             raise self._error(f"tensor {name!r} has shape {list(shape)}, and so no elements")
         if shape[-1] % encoding.block:
             raise self._error(f"tensor {name!r} has rows of {shape[-1]}, no multiple of {encoding.name}'s {encoding.block}")
-        size = math.prod(shape) // encoding.block * encoding.size
         if offset % alignment:
             raise self._error(f"tensor {name!r} begins at offset {offset}, no multiple of the alignment {alignment}")
-        if start + offset + size > len(self._data):
-            raise self._error(f"tensor {name!r} of {size} bytes reaches past the file's end: it is cut or damaged")
+        if entry.start + entry.size > len(self._data):
+            raise self._error(f"tensor {name!r} of {entry.size} bytes reaches past the file's end: it is cut or damaged")
 
     def _string(self) -> str:
         length = self._integer("<Q")
