@@ -148,16 +148,16 @@ def _read(trace: Path, columns: dict[str, str] | None, hash_block: int, requests
           random: bool, seed: int) -> "Trace":  # fmt: skip
     from sim.planner.traces import first_requests, paced, poisson, read_trace
 
-    found = read_trace(trace, columns, hash_block)
+    found = first_requests(read_trace(trace, columns, hash_block), requests)
     if random and rate is None:
         raise UsageError("--poisson needs --rate")
     if not found.timed and not random:
         raise UsageError(
             f"{trace} has no arrivals: give --poisson and --rate, or name their column with --columns arrival=NAME"
         )
-    if rate is not None:
-        found = poisson(found, rate, seed) if random else paced(found, rate)
-    return found if requests is None else first_requests(found, requests)
+    if rate is None:
+        return found
+    return poisson(found, rate, seed) if random else paced(found, rate)
 
 
 def _run(trace: "Trace", server: "Server", policies: "list[Policy]", jobs: int | None) -> "list[Outcome]":

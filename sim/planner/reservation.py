@@ -2,7 +2,7 @@
 
 The three rules are the baselines of the PagedAttention paper (Kwon et al. 2023, arXiv 2309.06180, section 6.1): the model's
 length (Orca Max), the output rounded up to a power of two (Orca Pow2), the length that the request will turn out to have
-(Orca Oracle); the paper's systems find the run with a buddy allocator.
+(Orca Oracle). The paper takes Orca to find the run with a buddy allocator.
 """
 
 from bisect import bisect_left

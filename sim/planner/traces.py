@@ -254,6 +254,6 @@ def _positive(rate: float) -> None:
         raise UsageError(f"rate {rate} is out of range: it must be above 0")
 
 
-def first_requests(trace: Trace, count: int) -> Trace:
-    """The first `count` to arrive."""
+def first_requests(trace: Trace, count: int | None) -> Trace:
+    """The first `count` to arrive; all where it is None."""
     return replace(trace, requests=trace.requests[:count])

@@ -26,6 +26,7 @@ from tests.sim.planner.replay_cases import (
     reserved,
     watched,
 )
+from tests.support import examples
 
 memories = st.one_of(paged(), reserved())
 

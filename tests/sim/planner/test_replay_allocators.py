@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from nanokv.errors import UsageError
 from sim.planner.reservation import ALLOCATORS, RULES, Buddy, FirstFit, get_allocator
 from sim.planner.traces import Request
+from tests.support import examples
 
 
 def largest_hole(owners: list[int | None]) -> int:

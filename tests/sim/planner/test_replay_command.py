@@ -134,6 +134,14 @@ def test_processes_give_the_same_answer(tmp_path: Path) -> None:
     assert run(*arguments, "--jobs", "2") == run(*arguments, "--jobs", "1")
 
 
+def test_the_rate_is_that_of_the_requests_that_are_replayed(tmp_path: Path) -> None:
+    """11 requests in 10 s, whatever comes after them."""
+    late = ROWS + "5000,10,10\n"
+    found = answer(trace(tmp_path, late), "--config", config(tmp_path), "--gpu", "h100", "--policy", "paged", "--requests", "11",
+                   "--rate", "1")  # fmt: skip
+    assert found["arrival_seconds"] == pytest.approx(10)
+
+
 def test_limits(tmp_path: Path) -> None:
     found = answer(trace(tmp_path), "--config", config(tmp_path), "--gpu", "h100", "--rate", "1000", "--max-sequences", "3",
                    "--max-batch-tokens", "200", "--max-model-len", "500", "--requests", "30")  # fmt: skip

@@ -14,7 +14,7 @@ from sim.planner.replay import Limits
 from sim.planner.step_time import StepTime
 from sim.planner.traces import Request
 from tests.sim.planner.replay_cases import watched
-from tests.support import tiny_model
+from tests.support import examples, tiny_model
 
 MODEL = tiny_model(layers=1, heads=2, kv_heads=1, eos=False)
 Plan = list[tuple[int, int]]  # (request, tokens)
