@@ -50,6 +50,9 @@ class Case:
         self.values = planted(spec) if values is None else values
         self.memory: Memory = lay_out(spec, self.values)
 
+    def __repr__(self) -> str:
+        return f"Case({self.spec!r})"
+
     def arrays(self) -> dict[str, np.ndarray]:
         """Fresh copies: what a kernel does to them stays with it."""
         return {name: array.copy() for name, array in arrays(self.spec, self.values, self.memory).items()}

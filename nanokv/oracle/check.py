@@ -1,6 +1,5 @@
 """check(): run a kernel on cases, judge every output, name the fault, shrink the failing case."""
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,13 +88,14 @@ def check(
     convert: Callable[[np.ndarray], Any] | None = None,
     twice: bool = True,
     any_dtype: bool = False,
+    smallest: bool = True,
 ) -> Report:
     """Judges `kernel(call) -> out`, or `-> (out, lse)`, on the fixed suite, or on `cases`.
 
     `layout`, `dtype`, `kv_dtype`, `scales`: what the kernel takes; `features`, `phases` and the shapes: what it can do (see
     suite()). `arithmetic`: what it computes in: None for the dtype's usual, "eager" where scores are stored in `dtype`, or an
     Arithmetic. `convert` turns each array into the kernel's kind, such as nanokv.oracle.to_torch. `any_dtype` takes outputs in
-    another format. Every case runs twice unless `twice` is False. Raises UsageError for arguments out of range; whatever the
+    another format. Every case runs twice unless `twice` is False; a failing one is shrunk unless `smallest` is. Raises UsageError for arguments out of range; whatever the
     kernel does wrong is in the report.
     """
     if cases is None:
@@ -112,7 +112,7 @@ def check(
     judged = [(case, running.verdict(case)) for case in (Case(spec, arithmetic) for spec in specs)]
     given = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
     keep = frozenset(name for name, value in given.items() if value is not None)
-    return conclude(judged, running, keep)
+    return conclude(judged, running if smallest else None, keep)
 
 
 def conclude(judged: Sequence[tuple[Case, Verdict]], running: Running | None = None, keep: frozenset[str] = frozenset()) -> Report:
@@ -130,7 +130,7 @@ def conclude(judged: Sequence[tuple[Case, Verdict]], running: Running | None = N
 def _shrunk(case: Case, verdict: Verdict, running: Running, diagnosis: Diagnosis | None, keep: frozenset[str]) -> Verdict:
     named = fault_named(diagnosis.names[0]) if diagnosis else None
     if named is not None and (verdict.out is None or not matches(named, case, verdict.out)):
-        named = None
+        named = None  # it shows elsewhere
     found = {case.spec: verdict}
     once = replace(running, twice=running.twice and verdict.kind == "repeats")
 
@@ -148,9 +148,3 @@ def _shrunk(case: Case, verdict: Verdict, running: Running, diagnosis: Diagnosis
         return True
 
     return found[shrink(case.spec, fails, keep)]
-
-
-def first_failing(specs: Iterable[Spec], running: Running) -> Verdict | None:
-    """The verdict of the first case that fails, None if all pass."""
-    verdicts = (running.verdict(Case(spec, running.arithmetic)) for spec in specs)
-    return next(itertools.filterfalse(lambda verdict: verdict.passed, verdicts), None)

@@ -7,6 +7,7 @@ import numpy as np
 from nanokv.oracle.bounds import Arithmetic, default_arithmetic
 from nanokv.oracle.case import Case
 from nanokv.oracle.faults import FAULTS, Fault, moved
+from nanokv.oracle.formats import format_of
 from nanokv.oracle.judge import Verdict, exceeds, ranges
 from nanokv.oracle.reference import solve
 
@@ -23,8 +24,9 @@ class Diagnosis:
     text: str
 
 
-def matches(fault: Fault, case: Case, out: np.ndarray) -> bool:
-    """Whether `out` [R, Hq, D] is what the faulty kernel gives, and not what a right one gives."""
+def matches(fault: Fault, case: Case, out: np.ndarray) -> bool | None:
+    """Whether `out` [R, Hq, D] is what the faulty kernel gives, and not what a right one gives. None where the case cannot
+    tell: the fault makes numbers so large that rounding alone may change the answer everywhere."""
     if not fault.applies(case.spec):
         return False
     with np.errstate(all="ignore"):
@@ -36,6 +38,11 @@ def matches(fault: Fault, case: Case, out: np.ndarray) -> bool:
         if exceeds(predicted, right.out, right.bound).max(initial=0.0) <= 1:
             return False
         bound = np.maximum(_bound(fault, case), right.bound)
+        bound += format_of(case.spec.dtype).roundoff * np.where(finite, np.abs(predicted), 0)
+    if not finite.any():
+        return True
+    if np.isinf(bound[finite]).all():
+        return None
     return bool(exceeds(out[finite], predicted[finite], NEAR * bound[finite]).max(initial=0.0) <= 1)
 
 
@@ -43,8 +50,17 @@ def _bound(fault: Fault, case: Case) -> np.ndarray:
     """What a kernel that has the fault may differ by from the fault in float64."""
     spec = case.spec
     wrong = [fault.apply(case, i, each) for i, each in enumerate(case.problems)]
-    found = np.concatenate([solve(each, spec.dtype, spec.stored, case.arithmetic).bound for each in wrong])
-    return np.where(np.isfinite(found), found, 0)
+    return np.concatenate([solve(each, spec.dtype, spec.stored, case.arithmetic).bound for each in wrong])
+
+
+def _explains(fault: Fault, outs: list[tuple[Case, np.ndarray]]) -> bool:
+    """No failing case speaks against the fault, and some speaks for it."""
+    answers = []
+    for case, out in outs:
+        answers.append(matches(fault, case, out))
+        if answers[-1] is False:
+            return False
+    return any(answers)
 
 
 def diagnose(judged: list[tuple[Case, Verdict]]) -> Diagnosis | None:
@@ -55,17 +71,18 @@ def diagnose(judged: list[tuple[Case, Verdict]]) -> Diagnosis | None:
         return None
     failing.sort(key=lambda each: each[0].spec.size)
     outs = [(case, verdict.out) for case, verdict in failing if verdict.out is not None]
-    found = [fault for fault in FAULTS if all(matches(fault, case, out) for case, out in outs)]
+    found = [fault for fault in FAULTS if _explains(fault, outs)]
     agreed = [fault for fault in found if not any(fault.applies(c.spec) and moved(fault, c) > PLAIN for c in passing)]
     if agreed or found:
-        return _named(agreed or found, failing)
-    return _rounding(failing) or _partly(outs)
+        return _named(agreed or found, failing, everywhere=bool(agreed))
+    return _rounding(failing) or _factor(outs) or _partly(outs)
 
 
-def _named(faults: list[Fault], failing: list[tuple[Case, Verdict]]) -> Diagnosis:
+def _named(faults: list[Fault], failing: list[tuple[Case, Verdict]], everywhere: bool) -> Diagnosis:
     heads = sorted({head for _, verdict in failing for head in verdict.heads})
     what = " or when ".join(fault.text for fault in faults)
-    return Diagnosis(tuple(fault.name for fault in faults), f"heads {ranges(heads)} equal what you get when {what}")
+    only = "" if everywhere else " (in the failing cases alone: others that passed would show it too)"
+    return Diagnosis(tuple(fault.name for fault in faults), f"heads {ranges(heads)} equal what you get when {what}{only}")
 
 
 def _rounding(failing: list[tuple[Case, Verdict]]) -> Diagnosis | None:
@@ -74,7 +91,8 @@ def _rounding(failing: list[tuple[Case, Verdict]]) -> Diagnosis | None:
         ("half_precision_scores", "scores rounded to half precision before the softmax", _eager),
         ("half_precision_sums", "sums accumulated in half precision", _half_sums),
     ):
-        if all(_within(case, verdict, coarser(case)) for case, verdict in failing):
+        told = [_within(case, verdict, coarser(case)) for case, verdict in failing]
+        if False not in told and told.count(True) * 2 >= len(told):
             return Diagnosis((name,), f"the errors are as large as {text} would make them, and no larger")
     return None
 
@@ -91,18 +109,36 @@ def _half_sums(case: Case) -> Arithmetic:
     return replace(default_arithmetic(case.spec.dtype), accumulate=_half(case))
 
 
-def _within(case: Case, verdict: Verdict, arithmetic: Arithmetic) -> bool:
+def _within(case: Case, verdict: Verdict, arithmetic: Arithmetic) -> bool | None:
+    """Whether the errors are inside the bound of a coarser arithmetic; None where that is so wide that it tells nothing."""
     if verdict.out is None or not np.isfinite(verdict.out).all():
         return False
     bound = case.expected_with(arithmetic).bound
-    # a bound as large as the values themselves explains anything
-    scale = np.abs(case.expected.out).max(initial=0.0)
-    return bool(np.median(bound) < scale and exceeds(verdict.out, case.expected.out, bound).max(initial=0.0) <= 1)
+    if exceeds(verdict.out, case.expected.out, bound).max(initial=0.0) > 1:
+        return False
+    return True if np.median(bound) < np.abs(case.expected.out).max(initial=0.0) else None
+
+
+def _factor(outs: list[tuple[Case, np.ndarray]]) -> Diagnosis | None:
+    """Every row the exact one times a number of its own: the weights are right but for their sum."""
+    factors = []
+    for case, out in outs:
+        exact, bound = case.expected.out, case.expected.bound
+        if not np.isfinite(out).all():
+            return None
+        size = (exact**2).sum(axis=-1, keepdims=True)
+        factor = (out * exact).sum(axis=-1, keepdims=True) / np.where(size == 0, 1, size)
+        if exceeds(out, factor * exact, NEAR * bound).max(initial=0.0) > 1:
+            return None
+        factors += factor[size > 0].tolist()
+    span = f"between {min(factors):.3g} and {max(factors):.3g}"
+    text = f"every row is the exact one times a number ({span}): the softmax's sum is off, as half-precision sums make it"
+    return Diagnosis(("half_precision_sums",), text)
 
 
 def _partly(outs: list[tuple[Case, np.ndarray]]) -> Diagnosis | None:
     """The fault that explains most of the failing cases, said as such."""
-    counts = [(sum(matches(fault, case, out) for case, out in outs), fault) for fault in FAULTS]
+    counts = [(sum(matches(fault, case, out) is True for case, out in outs), fault) for fault in FAULTS]
     most, fault = max(counts, key=lambda each: each[0])
     if most * 2 <= len(outs):
         return None

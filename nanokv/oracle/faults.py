@@ -349,7 +349,8 @@ FAULTS = (
     Fault("kv_scales_swapped", "the scales of K and V are swapped", _scales_swapped, lambda spec: spec.scaled),
     Fault("half_precision_sums", "the softmax's sum is accumulated in half precision", _half_sums,
           lambda spec: spec.logits == "equal"),
-    Fault("half_precision_scores", "scores are rounded to half precision before the softmax", _half_scores),
+    Fault("half_precision_scores", "scores are rounded to half precision before the softmax", _half_scores,
+          lambda spec: spec.stored == spec.dtype or spec.dtype in ("float32", "float64")),  # else K is rounded as much
     Fault("rope_pairs_for_halves", "rope turns the other pairs (adjacent numbers for halves, or the reverse)", _other_rope,
           lambda spec: spec.rope is not None),
     Fault("rope_one_late", "queries are rotated one position late", _rope_late, lambda spec: spec.rope is not None),

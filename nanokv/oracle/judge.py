@@ -33,6 +33,9 @@ class Verdict:
         """Query heads with a wrong element."""
         return [] if self.wrong is None else np.flatnonzero(self.wrong.any(axis=(0, 2))).tolist()
 
+    def __str__(self) -> str:
+        return "; ".join(self.faults) or "passed"
+
     def add(self, kind: str, text: str) -> None:
         self.faults.append(text)
         self.kind = kind if self.kind == "passed" else self.kind

@@ -45,7 +45,7 @@ def suite(
     tokens) and decode (one query a sequence). `num_heads`, `num_kv_heads`, `head_dim` and `block_size` fix what a kernel was
     compiled for; by default MHA, GQA and MQA and several block sizes. Raises UsageError for what is unknown.
     """
-    features, phases = _known("feature", features, FEATURES), _known("phase", phases, PHASES)
+    features, phases = known("feature", features, FEATURES), known("phase", phases, PHASES)
     if (num_heads is None) != (num_kv_heads is None):
         raise UsageError("num_heads and num_kv_heads go together: give both or neither")
     base = Spec(layout=layout, dtype=dtype, kv_dtype=kv_dtype, head_dim=head_dim, scales=scales, seed=seed, unused="large")
@@ -94,7 +94,8 @@ def _featured(features: list[str]) -> list[dict]:
     return found
 
 
-def _known(what: str, names: Iterable[str], allowed: tuple[str, ...]) -> list[str]:
+def known(what: str, names: Iterable[str], allowed: tuple[str, ...]) -> list[str]:
+    """The names as a list. Raises UsageError for one that is not allowed."""
     names = [names] if isinstance(names, str) else list(names)
     for name in names:
         if name not in allowed:
