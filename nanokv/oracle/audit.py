@@ -9,6 +9,7 @@ from nanokv.errors import UsageError
 from nanokv.oracle.case import Case
 from nanokv.oracle.faults import FAULTS
 from nanokv.oracle.formats import rounded
+from nanokv.oracle.judge import exceeds
 from nanokv.oracle.spec import Spec
 from nanokv.oracle.suite import suite
 from nanokv.oracle.values import Values
@@ -72,12 +73,11 @@ def audit(
     garbage = [name for name, make in _GARBAGE if all(rule(make(case), case.expected.out) for case in cases)]
     refused = accepts is None and any((case.expected.bound > atol + rtol * np.abs(case.expected.out)).any() for case in cases)
     test = f"atol {atol:g}, rtol {rtol:g}" if accepts is None else "the given rule"
-    return Audit(test, *(tuple(groups[name]) for name in ("let_through", "caught", "unseen")), tuple(garbage), refused)
+    let_through, caught, unseen = (tuple(groups[name]) for name in ("let_through", "caught", "unseen"))
+    return Audit(test, let_through, caught, unseen, tuple(garbage), refused)
 
 
 def _outcome(cases: Sequence[Case], outs: Sequence[np.ndarray], rule: Accepts) -> str:
-    from nanokv.oracle.judge import exceeds
-
     with np.errstate(invalid="ignore"):
         if not all(rule(out, case.expected.out) for case, out in zip(cases, outs, strict=True)):
             return "caught"

@@ -25,8 +25,9 @@ class Arithmetic:
 
     `product`: what enters a product (q, k, v, and the softmax's numerators before they multiply v). `accumulate`: sums,
     softmax, rescaling. `scores`: what scores are rounded to before the softmax, None for not at all. `query`: what q times
-    the scale is rounded to, None where the scale multiplies the sums. `tile`: the fewest keys between two rescalings of the
-    running sums. `exp_ulps`: how good the exponential is, in units in the last place of `accumulate`.
+    the scale (or q and k, each times its root) is rounded to, None where the scale multiplies the sums. `tile`: the fewest
+    keys between two rescalings of the running sums. `exp_ulps`: how good the exponential is, in units in the last place of
+    `accumulate`.
     """
 
     product: str
@@ -92,9 +93,11 @@ def forward_bound(terms: Terms, dim: int, dtype: str, stored: str, arithmetic: A
         apart = naive_sum(terms.weights * shift, size) + np.abs(terms.out) * rows(moved)
         softmax = np.minimum(spread, apart) / rows(rest)
         summed = gamma(rows((count + folds)[..., 0]), u)
-        numerators = ((1 + narrow) * (1 + restored) * (1 + summed) - 1) * naive_sum(terms.weights * (1 + shift), size) / rows(rest)
+        denominator = (1 + summed) * (1 + narrow) - 1  # a kernel may sum the numerators that it rounded for the product
+        weighed = naive_sum(terms.weights * (1 + shift), size) / rows(rest)
+        numerators = ((1 + denominator) * (1 + restored) - 1) * weighed
         reach = np.abs(terms.out) + softmax
-        total = softmax + (numerators + summed * reach) / (1 - summed)
+        total = softmax + (numerators + denominator * reach) / (1 - denominator)
         total += FIXED_ROUNDINGS * u * (reach + total)
         lost = max(product.lost, sums.lost)
         total += lost * naive_sum(seen.astype(np.float64), size)  # the denominator is at least 1
@@ -121,11 +124,11 @@ def _restored(stored: str, product: str, u: float, narrow: float) -> float:
 
 def _score_errors(terms: Terms, dim: int, u: float, restored: float, arithmetic: Arithmetic) -> np.ndarray:
     """|computed z - z| [Hq, R, S]: the products, the scale, the rotation, the soft cap or bias, the rounding of scores."""
-    query = format_of(arithmetic.query).roundoff if arithmetic.query else u
-    factor = (1 + query) * (1 + restored) * (1 + u * terms.turned) * (1 + gamma(dim + 1, u)) - 1
+    query = (1 + format_of(arithmetic.query).roundoff) ** 2 if arithmetic.query else 1 + u
+    factor = query * (1 + restored) * (1 + u * terms.turned) * (1 + gamma(dim + 1, u)) - 1
     errors = factor * terms.magnitudes + u * terms.bent
-    if arithmetic.scores:
-        between = format_of(arithmetic.scores).roundoff
-        errors = errors + between * (np.abs(np.where(np.isfinite(terms.z), terms.z, 0)) + errors)
-        errors = errors * (1 + (terms.bent > 0))  # a soft cap or a bias rounds once more
+    if arithmetic.scores:  # the product, the scaled product, and what a soft cap or a bias makes of it
+        times = 2 + (terms.bent > 0)
+        growth = (1 + format_of(arithmetic.scores).roundoff) ** times - 1
+        errors = errors + growth * (np.abs(np.where(np.isfinite(terms.z), terms.z, 0)) + terms.bent + errors)
     return errors

@@ -85,7 +85,7 @@ class Case:
         return Solved(*(np.concatenate(each) for each in zip(*parts, strict=True)))
 
     def packed(self) -> dict[str, np.ndarray]:
-        """`expected` in the layout of the output; where a row is padding, bounds are infinite: whatever stands there is right."""
+        """`expected` in the layout of the output. Bounds of padding rows are infinite: whatever stands there is right."""
         fills = {"out": 0.0, "lse": 0.0, "bound": np.inf, "lse_bound": np.inf}
         return {name: pack(self.spec, getattr(self.expected, name), fill) for name, fill in fills.items()}
 

@@ -95,8 +95,8 @@ def check(
     `layout`, `dtype`, `kv_dtype`, `scales`: what the kernel takes; `features`, `phases` and the shapes: what it can do (see
     suite()). `arithmetic`: what it computes in: None for the dtype's usual, "eager" where scores are stored in `dtype`, or an
     Arithmetic. `convert` turns each array into the kernel's kind, such as nanokv.oracle.to_torch. `any_dtype` takes outputs in
-    another format. Every case runs twice unless `twice` is False; a failing one is shrunk unless `smallest` is. Raises UsageError for arguments out of range; whatever the
-    kernel does wrong is in the report.
+    another format. Every case runs twice unless `twice` is False; a failing one is shrunk unless `smallest` is. Raises
+    UsageError for arguments out of range; whatever the kernel does wrong is in the report.
     """
     if cases is None:
         specs = suite(layout, dtype, kv_dtype, features, phases, num_heads, num_kv_heads, head_dim or 64, block_size, scales)
@@ -115,7 +115,9 @@ def check(
     return conclude(judged, running if smallest else None, keep)
 
 
-def conclude(judged: Sequence[tuple[Case, Verdict]], running: Running | None = None, keep: frozenset[str] = frozenset()) -> Report:
+def conclude(
+    judged: Sequence[tuple[Case, Verdict]], running: Running | None = None, keep: frozenset[str] = frozenset()
+) -> Report:
     """The report over judged cases; with something to run, the smallest failing case is shrunk further."""
     diagnosis = diagnose(list(judged))
     failing = [(case, verdict) for case, verdict in judged if not verdict.passed]

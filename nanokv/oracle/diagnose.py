@@ -142,4 +142,6 @@ def _partly(outs: list[tuple[Case, np.ndarray]]) -> Diagnosis | None:
     most, fault = max(counts, key=lambda each: each[0])
     if most * 2 <= len(outs):
         return None
-    return Diagnosis((fault.name,), f"{most} of {len(outs)} failing cases equal what you get when {fault.text}; the others do not")
+    return Diagnosis(
+        (fault.name,), f"{most} of {len(outs)} failing cases equal what you get when {fault.text}; the others do not"
+    )

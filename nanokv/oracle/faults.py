@@ -10,9 +10,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nanokv.attention import naive_softmax
-from nanokv.kv.tile import Visibility
-from nanokv.oracle.case import Case
+from nanokv.errors import UsageError
+from nanokv.kv.tile import CAUSAL, Visibility
+from nanokv.oracle.case import Call, Case
 from nanokv.oracle.formats import dtype_of, rounded
+from nanokv.oracle.judge import exceeds
+from nanokv.oracle.layouts import pack
 from nanokv.oracle.reference import Everything, Problem, attend_exactly
 from nanokv.oracle.spec import Spec
 from nanokv.oracle.values import meaning
@@ -39,7 +42,7 @@ class Fault:
 class Seen(Visibility):
     """A mask that is a function of the right one: `rule(query, key, right)`."""
 
-    right: Visibility = Visibility()
+    right: Visibility = CAUSAL
     rule: Callable[[np.ndarray, np.ndarray, Visibility], np.ndarray] = lambda q, k, right: right.sees(q, k)
 
     def sees(self, query: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -137,7 +140,8 @@ def _read(case: Case, i: int, slots: list[tuple[int, int]], problem: Problem) ->
 
 def _head_scales(case: Case) -> tuple[np.ndarray, np.ndarray]:
     some = next((each for each in case.values if len(each.k_codes)), case.values[0])
-    assert some.k_scale is not None and some.v_scale is not None
+    assert some.k_scale is not None
+    assert some.v_scale is not None
     return some.k_scale, some.v_scale
 
 
@@ -209,15 +213,25 @@ def _neighbour(case: Case, i: int, problem: Problem) -> Problem:
     before = case.problems[i - 1]
     if i == 0 or not len(before.k) or not len(problem.k):
         return problem
-    return replace(problem, k=np.concatenate([before.k[-1:], problem.k[:-1]]), v=np.concatenate([before.v[-1:], problem.v[:-1]]))
+    return replace(
+        problem, k=np.concatenate([before.k[-1:], problem.k[:-1]]), v=np.concatenate([before.v[-1:], problem.v[:-1]])
+    )
+
+
+def _first_of_batch(case: Case, i: int, problem: Problem) -> Problem:
+    first, tokens = case.problems[0], len(problem.k)
+    return replace(problem, k=first.k[:tokens], v=first.v[:tokens])
 
 
 # Scales of K and V.
 
 
-def _codes_times(case: Case, i: int, problem: Problem, scales: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]) -> Problem:
+def _codes_times(
+    case: Case, i: int, problem: Problem, scales: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+) -> Problem:
     each = case.values[i]
-    assert each.k_scale is not None and each.v_scale is not None
+    assert each.k_scale is not None
+    assert each.v_scale is not None
     k_scale, v_scale = scales(each.k_scale, each.v_scale)
     return replace(problem, k=meaning(each.k_codes, k_scale), v=meaning(each.v_codes, v_scale))
 
@@ -327,7 +341,8 @@ FAULTS = (
           lambda case, i, problem: replace(problem, softmax=_no_maximum), lambda spec: spec.logits == "offset"),
     Fault("padded_keys_counted", "padding up to the block's end counts in the softmax's sum", _padded_sum,
           lambda spec: spec.paged),
-    Fault("last_block_dropped", "the last, partly filled block is ignored", _hide(lambda n, spec: np.arange(n // spec.block_size * spec.block_size, n)),
+    Fault("last_block_dropped", "the last, partly filled block is ignored",
+          _hide(lambda n, spec: np.arange(n - n % spec.block_size, n)),
           lambda spec: spec.paged),
     Fault("last_block_in_full", "the last block is read in full, past the sequence's end", _last_block_in_full,
           lambda spec: spec.paged or spec.layout == "contiguous"),
@@ -341,7 +356,7 @@ FAULTS = (
     Fault("neighbour_token", "a sequence begins one token early, in its neighbour in the batch", _neighbour,
           lambda spec: len(spec.lengths) > 1),
     Fault("neighbour_batch", "a sequence reads the keys of the first one in the batch",
-          lambda case, i, problem: replace(problem, k=case.problems[0].k[: len(problem.k)], v=case.problems[0].v[: len(problem.k)]),
+          _first_of_batch,
           lambda spec: len(spec.lengths) > 1),
     Fault("kv_scale_missing", "codes of K and V are used without their scale", _no_kv_scale, lambda spec: spec.scaled),
     Fault("kv_scale_of_head_0", "every head is restored with the scale of head 0", _scale_of_head_0,
@@ -371,21 +386,26 @@ FAULTS = (
 
 
 def fault_named(name: str) -> Fault:
-    """Raises KeyError with the names there are."""
+    """Raises UsageError with the names there are."""
     for fault in FAULTS:
         if fault.name == name:
             return fault
-    raise KeyError(f"no fault {name!r}: {', '.join(each.name for each in FAULTS)}")
+    raise UsageError(f"no fault {name!r}: choose one of {', '.join(each.name for each in FAULTS)}")
 
 
-def changes(fault: Fault, case: Case, bounds: float = 1.0) -> bool:
-    """Whether the fault applies to the case and moves some output by more than so many bounds."""
-    return fault.applies(case.spec) and moved(fault, case) > bounds
+def faulty_kernel(name: str) -> Callable[[Call], np.ndarray]:
+    """A kernel with the fault called `name`, and no other: to try a test on. Raises UsageError for an unknown name."""
+    fault = fault_named(name)
+
+    def kernel(call: Call) -> np.ndarray:
+        case = Case(call.spec)
+        rows = fault.run(case) if fault.applies(call.spec) else case.expected.out
+        return pack(call.spec, rounded(rows, call.dtype), 0)
+
+    return kernel
 
 
 def moved(fault: Fault, case: Case) -> float:
     """The largest change that the fault makes, in bounds."""
-    from nanokv.oracle.judge import exceeds
-
     expected = case.expected
     return float(exceeds(fault.run(case), expected.out, expected.bound).max(initial=0.0))

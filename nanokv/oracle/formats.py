@@ -83,7 +83,7 @@ def embeds(inner: Format, outer: Format) -> bool:
 def rounded(x: np.ndarray, name: str) -> np.ndarray:
     """float64 -> the format's array, to nearest even; what is too large becomes the largest number, not infinity."""
     top = format_of(name).top
-    x = np.clip(x, -top, top)
+    x = np.clip(x, -top, top)  # NaN stays NaN
     if name == "int8":
         x = np.rint(x)
     return x.astype(dtype_of(name))

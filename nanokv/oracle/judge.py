@@ -7,7 +7,7 @@ import numpy as np
 
 from nanokv.oracle.case import Case
 from nanokv.oracle.formats import dtype_of
-from nanokv.oracle.layouts import output_shape, pack, unpack
+from nanokv.oracle.layouts import output_shape, unpack
 from nanokv.oracle.spec import Spec
 
 
@@ -76,13 +76,19 @@ def _compare(case: Case, verdict: Verdict, out: np.ndarray, exact: np.ndarray, b
     share = f"{int(verdict.wrong.sum())} of {ratio.size} numbers"
     row, head, channel = (int(i) for i in np.unravel_index(int(ratio.argmax()), ratio.shape))
     sequence, token = case.row_of(row)
-    at = f"sequence {sequence}, query {token} (position {int(case.problems[sequence].positions[token])}), head {head}, channel {channel}"
+    position = int(case.problems[sequence].positions[token])
+    at = f"sequence {sequence}, query {token} (position {position}), head {head}, channel {channel}"
+    right = f"exact {exact[row, head, channel]:.6g}"
     if np.isfinite(out[row, head, channel]):
-        verdict.add("numbers", f"{share} are out of bounds; worst at {at}: {out[row, head, channel]:.6g}, "
-                    f"exact {exact[row, head, channel]:.6g}, {verdict.excess:.3g} times the bound {bound[row, head, channel]:.2g}")  # fmt: skip
+        found = f"{out[row, head, channel]:.6g}, {right}, {_times(ratio.max(), bound[row, head, channel])}"
+        verdict.add("numbers", f"{share} are out of bounds; worst at {at}: {found}")
     else:
         bad = int((~np.isfinite(out)).sum())
-        verdict.add("nan", f"{bad} of {ratio.size} numbers are NaN or infinite, first at {at}; exact {exact[row, head, channel]:.6g}")
+        verdict.add("nan", f"{bad} of {ratio.size} numbers are NaN or infinite, first at {at}; {right}")
+
+
+def _times(excess: float, bound: float) -> str:
+    return f"{excess:.3g} times the bound {bound:.2g}" if bound > 1e-30 else "where nothing may differ"
 
 
 def _judge_lse(case: Case, verdict: Verdict, lse: np.ndarray) -> None:
@@ -110,8 +116,3 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             parts.append([number, number])
     return ", ".join(f"{a}" if a == b else f"{a}..{b}" for a, b in parts)
-
-
-def in_layout(case: Case, rows: np.ndarray, dtype: str | None = None) -> np.ndarray:
-    """float64 rows [R, Hq, ...] -> the case's output format and layout."""
-    return pack(case.spec, rows.astype(dtype_of(dtype or case.spec.dtype)), 0)

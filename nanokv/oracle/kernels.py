@@ -13,7 +13,8 @@ from nanokv.attention import attend
 from nanokv.kv.tile import CAUSAL, TILE, Tiles, Visibility
 from nanokv.oracle.case import Call
 from nanokv.oracle.formats import dtype_of
-from nanokv.oracle.interchange import to_torch
+from nanokv.oracle.interchange import to_numpy, to_torch
+from nanokv.oracle.layouts import pack
 
 
 class Sequence(NamedTuple):
@@ -86,8 +87,6 @@ def restored(codes: np.ndarray, scale: np.ndarray | None, dtype: Any) -> np.ndar
 
 def put_together(call: Call, outputs: list[np.ndarray]) -> np.ndarray:
     """Each sequence's [R, Hq, D] -> the output of the call, in its layout and dtype."""
-    from nanokv.oracle.layouts import pack
-
     return pack(call.spec, np.concatenate(outputs).astype(dtype_of(call.dtype)), 0)
 
 
@@ -135,15 +134,9 @@ def torch_sdpa(call: Call) -> np.ndarray:
             mask = torch.from_numpy(_seen(call, np.arange(tokens - (rows - first), tokens), tokens))
             sdpa = torch.nn.functional.scaled_dot_product_attention
             result = sdpa(q, k, v, attn_mask=mask, scale=call.scale, enable_gqa=True)
-            out[first:] = _from_torch(result[0].transpose(0, 1))
+            out[first:] = to_numpy(result[0].transpose(0, 1))
         outputs.append(out)
     return put_together(call, outputs)
-
-
-def _from_torch(tensor: Any) -> np.ndarray:
-    from nanokv.oracle.interchange import to_numpy
-
-    return to_numpy(tensor)
 
 
 def _seen(call: Call, positions: np.ndarray, tokens: int) -> np.ndarray:

@@ -45,9 +45,8 @@ def _contiguous(spec: Spec, values: list[Values], rng: np.random.Generator) -> M
     most = max(kv for _, kv in spec.lengths)
     capacity = max(1, most if spec.layout == "hf" else most + 5)
     shape = (len(values), capacity, spec.num_kv_heads)
-    memory = Memory(
-        *(unused(spec, (*shape, spec.head_dim), rng) for _ in range(2)), *_unused_scales(spec, shape), [[i] for i in range(len(values))]
-    )
+    k, v = (unused(spec, (*shape, spec.head_dim), rng) for _ in range(2))
+    memory = Memory(k, v, *_unused_scales(spec, shape), [[i] for i in range(len(values))])
     for i, each in enumerate(values):
         tokens = len(each.k_codes)
         at = slice(capacity - tokens, capacity) if spec.layout == "hf" else slice(0, tokens)  # transformers pads on the left
@@ -58,7 +57,9 @@ def _contiguous(spec: Spec, values: list[Values], rng: np.random.Generator) -> M
 def _paged(spec: Spec, values: list[Values], rng: np.random.Generator) -> Memory:
     size, dtype = spec.block_size, dtype_of(spec.stored)
     needed = sum(-(-kv // size) for _, kv in spec.lengths)
-    pool = PagedPool(1, spec.num_kv_heads, spec.head_dim, 1 + needed + SPARE_BLOCKS, size, codec=FloatCodec("codes", dtype, dtype))
+    pool = PagedPool(
+        1, spec.num_kv_heads, spec.head_dim, 1 + needed + SPARE_BLOCKS, size, codec=FloatCodec("codes", dtype, dtype)
+    )
     blocks = pool.blocks.get_new_blocks(pool.blocks.num_free)
     pool.blocks.free_blocks(list(rng.permutation(blocks).tolist()))  # they are handed out in the order in which they were freed
     sequences = tuple(pool.new_sequence() for _ in values)

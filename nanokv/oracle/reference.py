@@ -138,4 +138,4 @@ def _magnitudes(problem: Problem) -> np.ndarray:
             pairs = (size[..., 0::2], size[..., 1::2]) if problem.rope.adjacent else (size[..., :half], size[..., half:])
             size = np.repeat(np.hypot(*pairs), 2, axis=-1)
         sizes.append(size)
-    return naive_scores(*sizes, problem.positions, problem.scale, Everything())
+    return naive_scores(sizes[0], sizes[1], problem.positions, problem.scale, Everything())

@@ -35,7 +35,9 @@ class Report:
     def __str__(self) -> str:
         worst = max((verdict.excess for verdict in self.verdicts), default=0.0)
         if self.passed:
-            return "\n".join([f"passed: {len(self.verdicts)} cases, the largest error is {worst:.2f} of its bound", *self.notes])
+            return "\n".join(
+                [f"passed: {len(self.verdicts)} cases, the largest error is {worst:.2f} of its bound", *self.notes]
+            )
         lines = [f"FAILED: {len(self.failing)} of {len(self.verdicts)} cases"]
         if self.diagnosis:
             lines.append(f"fault: {self.diagnosis.text}  [{', '.join(self.diagnosis.names)}]")
@@ -54,6 +56,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """For programs; JSON can hold it."""
+
         def case(verdict: Verdict) -> dict[str, Any]:
             excess = verdict.excess if verdict.excess < float("inf") else None
             return {"case": verdict.spec.as_dict(), "passed": verdict.passed, "kind": verdict.kind, "excess": excess,

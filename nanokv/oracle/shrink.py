@@ -52,9 +52,19 @@ def _changes(spec: Spec) -> Iterator[dict]:
         yield from ({"lengths": (each,)} for each in sorted(lengths, key=lambda each: each[0] * each[1]))
         yield from ({"lengths": lengths[:i] + lengths[i + 1 :]} for i in range(len(lengths)))
     for i, (q, kv) in enumerate(lengths):
-        for new in ((1, 1), (1, min(kv, 2)), (1, kv), (q, kv // 2), (q // 2, kv), (q // 2, kv // 2), (q, kv - 1), (q - 1, kv - 1), (q - 1, kv)):
+        for new in (
+            (1, 1),
+            (1, min(kv, 2)),
+            (1, kv),
+            (q, kv // 2),
+            (q // 2, kv),
+            (q // 2, kv // 2),
+            (q, kv - 1),
+            (q - 1, kv - 1),
+            (q - 1, kv),
+        ):
             if 0 <= new[0] <= q and 0 <= new[1] <= kv and sum(new) < q + kv:
-                yield {"lengths": lengths[:i] + (new,) + lengths[i + 1 :]}
+                yield {"lengths": (*lengths[:i], new, *lengths[i + 1 :])}
     for heads, kv_heads in ((1, 1), (2, 1), (2, 2), (4, 2), (spec.group, 1)):
         if heads < spec.num_heads:
             yield {"num_heads": heads, "num_kv_heads": kv_heads}

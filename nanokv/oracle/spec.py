@@ -145,7 +145,12 @@ class Spec:
     def title(self) -> str:
         """One line: what differs from the ordinary."""
         lengths = " ".join(f"{q}/{kv}" for q, kv in self.lengths)
-        parts = [f"{self.layout}", f"q/kv tokens {lengths}", f"heads {self.num_heads}/{self.num_kv_heads}", f"D {self.head_dim}"]
+        parts = [
+            f"{self.layout}",
+            f"q/kv tokens {lengths}",
+            f"heads {self.num_heads}/{self.num_kv_heads}",
+            f"D {self.head_dim}",
+        ]
         if self.paged:
             parts.append(f"blocks of {self.block_size}")
         parts.append(self.dtype + (f", kv {self.kv_dtype}" if self.kv_dtype else ""))

@@ -84,18 +84,18 @@ def _write_case(directory: Path, name: str, case: Case) -> dict[str, Any]:
 def _save(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     from safetensors import serialize_file
 
-    held = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-    serialize_file(
-        {name: {"dtype": array.dtype.name, "shape": list(array.shape), "data": array.tobytes()} for name, array in held.items()},
-        str(path),
-    )
+    held: dict[str, Any] = {}
+    for name, array in tensors.items():
+        whole = np.ascontiguousarray(array)
+        held[name] = {"dtype": whole.dtype.name, "shape": list(whole.shape), "data": whole.tobytes()}
+    serialize_file(held, str(path))
 
 
 def _load(path: Path) -> dict[str, np.ndarray]:
     from safetensors import SafetensorError, deserialize
 
     try:
-        entries = deserialize(path.read_bytes())
+        entries: list[tuple[str, dict[str, Any]]] = deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
     except OSError as error:
         raise VectorsError(f"{path} cannot be read: {error.strerror}") from None
     except SafetensorError as error:
@@ -195,9 +195,9 @@ def _case_of(directory: Path, entry: dict[str, Any]) -> tuple[Case, bool]:
         raise VectorsError(f"{directory / MANIFEST}: case {entry['name']} is none of this version: {error}") from None
     drawn = case.arrays()
     same = all(tensors[name].tobytes() == drawn[name].tobytes() for name in entry["inputs"] if name in drawn)
-    answers = {key: unpack(case.spec, tensors[file_name]) for file_name, key in ANSWERS.items() if not file_name.endswith("lse")}
+    answers = {}
     for file_name, key in ANSWERS.items():
-        if file_name.endswith("lse"):
-            answers[key] = unpack(case.spec, tensors[file_name][..., None])[..., 0]
+        answer = tensors[file_name]
+        answers[key] = unpack(case.spec, answer[..., None])[..., 0] if file_name.endswith("lse") else unpack(case.spec, answer)
     case.expected = Solved(**answers)
     return case, same
