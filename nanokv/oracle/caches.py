@@ -22,6 +22,10 @@ State = Any
 CHUNKS = (2, 3, 5, 8, 16)
 
 
+class StepError(UsageError):
+    """The step function under test does not return logits of the ids that it was given."""
+
+
 @dataclass
 class Finding:
     """One way of feeding: `error` is the largest |difference| over all prompts, `bound` what was allowed (0: the same bits).
@@ -91,7 +95,7 @@ class Subject:
         for size in pieces:
             logits = np.asarray(to_numpy(self.step(ids[at : at + size], state)))
             if logits.ndim != 2 or len(logits) != size:
-                raise UsageError(
+                raise StepError(
                     f"step gave logits of shape {list(logits.shape)} for {size} ids: it must be [{size}, vocabulary]"
                 )
             parts.append(logits.astype(np.float64))
@@ -115,7 +119,7 @@ def check_cache(
     `step(ids, state)` returns logits [len(ids), V] and appends ids to the state. `copy(state)` forks it (None: not tried),
     `truncate(state, length)` forgets all but the first `length` tokens (it may return a new state). `batch(list of ids)`
     returns each prompt's logits from one run together. `bound`: the difference allowed, or a function of the recomputed logits
-    to it (see logit_bound()); 0 asks for the same bits. What a way raises is its finding. Raises UsageError for prompts of no use.
+    to it (see logit_bound()); 0 asks for the same bits. What a way raises is its finding. Raises UsageError for too few ids.
     """
     texts = [np.asarray(prompt, dtype=np.int64) for prompt in prompts]
     if not texts or any(text.ndim != 1 or len(text) < 2 for text in texts):
@@ -198,7 +202,7 @@ def _compare(
     finding.bound = max(finding.bound, allowed)
     try:
         logits = way(text)
-    except UsageError:
+    except StepError:
         raise
     except Exception as error:  # whatever somebody's cache raises is the finding
         finding.where = finding.where or f"it raised {type(error).__name__}: {' '.join(str(error).split())[:160]}"
