@@ -82,13 +82,9 @@ def _write_case(directory: Path, name: str, case: Case) -> dict[str, Any]:
 
 
 def _save(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    from safetensors import serialize_file
+    from safetensors.numpy import save_file
 
-    held: dict[str, Any] = {}
-    for name, array in tensors.items():
-        whole = np.ascontiguousarray(array)
-        held[name] = {"dtype": whole.dtype.name, "shape": list(whole.shape), "data": whole.tobytes()}
-    serialize_file(held, str(path))
+    save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, path)
 
 
 def _load(path: Path) -> dict[str, np.ndarray]:

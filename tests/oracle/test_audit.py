@@ -8,7 +8,7 @@ from nanokv.errors import UsageError
 from nanokv.oracle.faults import FAULTS
 from nanokv.oracle.spec import Spec
 
-PREFILL = [Spec(((64, 64),), dtype="bfloat16", num_heads=8, num_kv_heads=2, head_dim=32)]
+PREFILL = [Spec(((64, 64),), layout="hf", dtype="bfloat16", num_heads=8, num_kv_heads=2, head_dim=32, unused="large")]
 DECODE = [Spec(((1, 33), (1, 16)), layout="vllm", dtype="bfloat16", num_heads=8, num_kv_heads=2, head_dim=32, unused="large")]
 
 
@@ -19,7 +19,7 @@ def narrow(rng, shape):
 def test_half_a_unit_on_narrow_data_accepts_everything():
     # Xilinx/mlir-air #1427: atol 0.5, rtol 0.2, inputs uniform in [0.5, 1]
     found = oracle.audit(atol=0.5, rtol=0.2, shapes=PREFILL, inputs=narrow)
-    assert found.caught == ()
+    assert set(found.caught) <= {"mask_one_early", "first_token_missing", "empty_row_is_a_mean"}  # the first row becomes 0
     assert "kv_heads_tiled" in found.let_through
     assert "mask_missing" in found.let_through
     assert {"a constant", "noise", "the mean of V"} <= set(found.garbage)

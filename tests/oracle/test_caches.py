@@ -89,7 +89,9 @@ def shared(state):
 def test_a_cache_with_a_fault_is_found_out(fault, ways):
     subject = Wrong(fault)
     copied = shared if fault == "fork" else subject.copy
-    report = oracle.check_cache(subject.step, PROMPTS[:2], lambda: Wrong(fault), copy=copied, truncate=subject.truncate, bound=1e-4)
+    report = oracle.check_cache(
+        subject.step, PROMPTS[:2], lambda: Wrong(fault), copy=copied, truncate=subject.truncate, bound=1e-4
+    )
     failed = {finding.way for finding in report.findings if not finding.passed}
     assert ways <= failed
     if fault != "position":

@@ -160,7 +160,9 @@ def test_a_report_is_also_data():
 
 
 @examples(15)
-@given(oracle.attention_cases(("contiguous", "vllm", "flashinfer-nhd"), features=("window", "rope"), head_dims=(8,), max_tokens=40))
+@given(
+    oracle.attention_cases(("contiguous", "vllm", "flashinfer-nhd"), features=("window", "rope"), head_dims=(8,), max_tokens=40)
+)
 def test_the_strategy_is_a_test_of_ones_own(case):
     verdict = oracle.judge(case, right(case.call()))
     assert verdict.passed, str(verdict)
