@@ -41,7 +41,7 @@ def matches(fault: Fault, case: Case, out: np.ndarray) -> bool | None:
         bound += format_of(case.spec.dtype).roundoff * np.where(finite, np.abs(predicted), 0)
     if not finite.any():
         return True
-    if np.isinf(bound[finite]).all():
+    if exceeds(predicted[finite], right.out[finite], 2 * NEAR * bound[finite]).max() <= 1:
         return None
     return bool(exceeds(out[finite], predicted[finite], NEAR * bound[finite]).max(initial=0.0) <= 1)
 
@@ -79,10 +79,13 @@ def diagnose(judged: list[tuple[Case, Verdict]]) -> Diagnosis | None:
 
 
 def _named(faults: list[Fault], failing: list[tuple[Case, Verdict]], everywhere: bool) -> Diagnosis:
-    heads = sorted({head for _, verdict in failing for head in verdict.heads})
+    most = max(case.spec.num_heads for case, _ in failing)
+    heads = sorted({head for case, verdict in failing if case.spec.num_heads == most for head in verdict.heads})
     what = " or when ".join(fault.text for fault in faults)
     only = "" if everywhere else " (in the failing cases alone: others that passed would show it too)"
-    return Diagnosis(tuple(fault.name for fault in faults), f"heads {ranges(heads)} equal what you get when {what}{only}")
+    return Diagnosis(
+        tuple(fault.name for fault in faults), f"heads {ranges(heads)} of {most} equal what you get when {what}{only}"
+    )
 
 
 def _rounding(failing: list[tuple[Case, Verdict]]) -> Diagnosis | None:

@@ -188,23 +188,25 @@ def _physical_order(case: Case, i: int, problem: Problem) -> Problem:
 
 
 def _heads_and_tokens(case: Case, i: int, problem: Problem) -> Problem:
-    """A block [N, Hkv, D] read as [Hkv, N, D], or the reverse."""
-    spec, memory = case.spec, case.memory
-    size, heads, dim = spec.block_size, spec.num_kv_heads, spec.head_dim
+    """A block [N, Hkv, D] read as [Hkv, N, D], or the reverse; the scales of tokens with it, those of heads as they are."""
+    spec, memory, tokens = case.spec, case.memory, len(problem.k)
+    size, heads = spec.block_size, spec.num_kv_heads
 
-    def misread(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-        slots = [(block, offset) for block in memory.tables[i] for offset in range(size)]
-        found = []
-        for plane in _read(case, i, slots, problem):
-            blocks = plane.reshape(-1, size, heads, dim)
-            if spec.layout == "flashinfer-hnd":
-                wrong = blocks.transpose(0, 2, 1, 3).reshape(-1, size, heads, dim)
-            else:
-                wrong = blocks.reshape(-1, heads, size, dim).transpose(0, 2, 1, 3)
-            found.append(wrong.reshape(-1, heads, dim)[: len(problem.k)])
-        return found[0], found[1]
+    def misread(plane: np.ndarray) -> np.ndarray:
+        blocks = plane[memory.tables[i]]
+        if spec.layout == "flashinfer-hnd":
+            wrong = blocks.swapaxes(1, 2).reshape(blocks.shape)
+        else:
+            wrong = blocks.reshape(-1, heads, size, *blocks.shape[3:]).swapaxes(1, 2)
+        return wrong.reshape(-1, heads, *blocks.shape[3:])[:tokens]
 
-    k, v = misread(problem)
+    def restored(codes: np.ndarray, scale: np.ndarray | None, of_heads: np.ndarray | None) -> np.ndarray:
+        if scale is None:
+            return meaning(misread(codes), None)
+        return meaning(misread(codes), misread(scale) if spec.scales == "token" else of_heads)
+
+    each = case.values[i]
+    k, v = restored(memory.k, memory.k_scale, each.k_scale), restored(memory.v, memory.v_scale, each.v_scale)
     return replace(problem, k=k, v=v)
 
 

@@ -158,6 +158,8 @@ class Spec:
         parts += [f"{name} {value}" for name, value in extra.items()]
         flags = {"alibi": self.alibi, "streaming": self.streaming, "not causal": not self.causal}
         parts += [name for name, on in flags.items() if on]
+        if self.unused == "nan" and self.layout != "hf":
+            parts.append("unused memory NaN")
         if self.logits != "diffuse":
             parts.append(f"{self.logits} logits")
         return ", ".join(parts)

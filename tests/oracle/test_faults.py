@@ -96,7 +96,7 @@ def test_the_smallest_case_is_small_and_still_shows_the_fault():
     assert spec.lengths == ((1, 1),)
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (4, 2, 8)
     assert oracle.check(kernel("kv_heads_tiled"), cases=[spec]).fault == "kv_heads_tiled"
-    assert "heads 1..2 equal" in str(oracle.check(kernel("kv_heads_tiled"), cases=[spec]))
+    assert "heads 1..2 of 4 equal" in str(oracle.check(kernel("kv_heads_tiled"), cases=[spec]))
 
 
 def test_what_a_kernel_was_compiled_for_is_not_shrunk():

@@ -65,7 +65,7 @@ def test_a_right_kernel_passes_through_files_in_every_layout(tmp_path, layout, d
 
 
 def test_files_hold_what_the_case_holds(folder):
-    for (name, call), spec in zip(oracle.read_vectors(folder), SPECS, strict=True):
+    for (_, call), spec in zip(oracle.read_vectors(folder), SPECS, strict=True):
         arrays = Case(spec).arrays()
         assert call.spec == spec
         assert all(arrays[each].tobytes() == call.arrays[each].tobytes() for each in arrays)
@@ -77,7 +77,7 @@ def test_a_fault_is_named_from_files(folder, tmp_path):
     path = results(folder, tmp_path / "r.safetensors", kernel("kv_heads_tiled"))
     result = run("verify", folder, path)
     assert result.exit_code == 1
-    assert "heads 1..2 equal what you get when kv heads are tiled" in result.stdout
+    assert "heads 1..2 of 4 equal what you get when kv heads are tiled" in result.stdout
     found = json.loads(run("verify", folder, path, "--json").stdout)
     assert found["diagnosis"]["names"] == ["kv_heads_tiled"]
 
