@@ -17,6 +17,8 @@ from nanokv.commands.pull import pull
 from nanokv.commands.replay import replay
 from nanokv.commands.simulate import simulate
 from nanokv.commands.size import size
+from nanokv.commands.vectors import vectors
+from nanokv.commands.verify import verify
 from nanokv.errors import NanoKVError
 
 
@@ -51,7 +53,7 @@ def main() -> None:
     """
 
 
-for command in (generate, chat, pull, models, bench, simulate, check, size, replay):
+for command in (generate, chat, pull, models, bench, simulate, check, size, replay, vectors, verify):
     main.add_command(command)
 
 if __name__ == "__main__":

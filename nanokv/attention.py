@@ -222,14 +222,40 @@ def naive_attention(
 
     The whole score matrix, one softmax, no tiles and no cache: what attend() is tested against.
     """
+    weights = naive_softmax(naive_scores(q, k, positions, scale, visibility))
+    return naive_sum(weights, v)
+
+
+def naive_scores(
+    q: Array,
+    k: Array,
+    positions: np.ndarray,
+    scale: float | None = None,
+    visibility: Visibility = CAUSAL,
+    transform: Callable[[Array], Array] | None = None,
+) -> Array:
+    """q [R, Hq, D], k [S, Hkv, D] -> scaled scores [Hq, R, S], through `transform`, minus infinity where a key is hidden."""
     xp = module_of(q)
     heads, dim = q.shape[1:]
-    group = heads // k.shape[1]
-    k, v = (xp.repeat(a, group, axis=1).transpose(1, 0, 2) for a in (k, v))  # [Hq, S, D]
+    k = xp.repeat(k, heads // k.shape[1], axis=1).transpose(1, 0, 2)  # [Hq, S, D]
     scores = xp.matmul(q.transpose(1, 0, 2), k.transpose(0, 2, 1))  # [Hq, R, S]
     scores = scores * q.dtype.type(dim**-0.5 if scale is None else scale)
+    if transform is not None:
+        scores = transform(scores)
     seen = xp.asarray(visibility.sees(positions[:, None], np.arange(k.shape[1])))  # [R, S]
-    scores = xp.where(seen, scores, scores.dtype.type(-np.inf))
+    return xp.where(seen, scores, scores.dtype.type(-np.inf))
+
+
+def naive_softmax(scores: Array) -> Array:
+    """Over the last axis; a row of nothing but minus infinity is 0."""
+    xp = module_of(scores)
     weights = xp.exp(scores - xp.maximum(scores.max(axis=-1, keepdims=True), np.finfo(scores.dtype).min))
     total = weights.sum(axis=-1, keepdims=True)
-    return xp.matmul(weights / xp.where(total == 0, total.dtype.type(1), total), v).transpose(1, 0, 2)
+    return weights / xp.where(total == 0, total.dtype.type(1), total)
+
+
+def naive_sum(weights: Array, v: Array) -> Array:
+    """weights [Hq, R, S], v [S, Hkv, D] -> [R, Hq, D]."""
+    xp = module_of(v)
+    v = xp.repeat(v, len(weights) // v.shape[1], axis=1).transpose(1, 0, 2)  # [Hq, S, D]
+    return xp.matmul(weights, v).transpose(1, 0, 2)
