@@ -122,7 +122,7 @@ def hidden_states(params: LlamaParams, tokens: np.ndarray, cache: Cache | Batch,
 
 def unembed(params: LlamaParams, x: Array, *, numerics: Numerics = EXACT) -> Array:
     """Hidden states [R, E] -> logits [R, V]."""
-    return linear(rms_norm(x, params.norm, params.config.norm_epsilon), params.head, numerics=numerics)
+    return linear(rms_norm(x, params.norm, params.config.norm_epsilon, numerics), params.head, numerics=numerics)
 
 
 def fast_bound(params: LlamaParams, x: Array) -> Array:
@@ -170,20 +170,22 @@ def _attention(
 ) -> Array:
     """[R, E] -> [R, E]"""
     heads, kv_heads = config.num_heads, config.num_kv_heads
-    h = rms_norm(x, block.attention_norm, config.norm_epsilon)
+    h = rms_norm(x, block.attention_norm, config.norm_epsilon, numerics)
     qkv = linear(h, block.qkv_weight, block.qkv_bias, numerics).reshape(len(x), -1, config.head_dim)  # [R, Hq + 2 Hkv, D]
     q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
     if block.q_norm is not None:
-        q, k = rms_norm(q, block.q_norm, config.norm_epsilon), rms_norm(k, block.k_norm, config.norm_epsilon)
-    q, k = (rotate(each, *turn, config.rope.adjacent) for each in (q, k))
+        q, k = (
+            rms_norm(each, weight, config.norm_epsilon, numerics) for each, weight in ((q, block.q_norm), (k, block.k_norm))
+        )
+    q, k = (rotate(each, *turn, config.rope.adjacent, numerics) for each in (q, k))
     mixed = cached_attention(q, k, v, positions, cache, layer, numerics=numerics)
     return linear(mixed.reshape(len(x), -1), block.output_weight, block.output_bias, numerics)  # [R, Hq D] -> [R, E]
 
 
 def _mlp(x: Array, block: Block, config: LlamaConfig, numerics: Numerics) -> Array:
     """[R, E] -> [R, I] -> [R, E]"""
-    h = rms_norm(x, block.mlp_norm, config.norm_epsilon)
-    h = swiglu(linear(h, block.gate_up_weight, block.gate_up_bias, numerics))
+    h = rms_norm(x, block.mlp_norm, config.norm_epsilon, numerics)
+    h = swiglu(linear(h, block.gate_up_weight, block.gate_up_bias, numerics), numerics)
     return linear(h, block.down_weight, block.down_bias, numerics)
 
 
