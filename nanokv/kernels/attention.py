@@ -15,9 +15,22 @@ from numba import prange
 
 from nanokv.kernels.compiling import jit
 from nanokv.kernels.decoding import decode_row
-from nanokv.kernels.functions import F, LOWEST, combine_lanes, exp
+from nanokv.kernels.functions import LOWEST, F, combine_lanes, exp
 from nanokv.kernels.layout import (
-    BEGIN, CODEC, END, FIRST, HIGH, KEYS, LAST, LOW, NUMBER, QUERY, SINKS, TILE, VALUES, WINDOW,
+    BEGIN,
+    CODEC,
+    END,
+    FIRST,
+    HIGH,
+    KEYS,
+    LAST,
+    LOW,
+    NUMBER,
+    QUERY,
+    SINKS,
+    TILE,
+    VALUES,
+    WINDOW,
 )  # fmt: skip
 from nanokv.kernels.linear import SEGMENT
 from nanokv.kernels.simd import add, first, fma1, load, product, splat, store, sub, transpose
@@ -43,7 +56,19 @@ def _times(x: Any, x_row: Any, rows: Any, w: Any, w_row: Any, count: Any, width:
 
 
 @jit()
-def _load_tile(tile: Any, units: Any, unit_size: Any, fixed: Any, h: Any, heads: Any, dim: Any, count: Any, rows: Any, keys: Any, values: Any) -> None:
+def _load_tile(
+    tile: Any,
+    units: Any,
+    unit_size: Any,
+    fixed: Any,
+    h: Any,
+    heads: Any,
+    dim: Any,
+    count: Any,
+    rows: Any,
+    keys: Any,
+    values: Any,
+) -> None:
     """The first `count` keys and values of head h of a tile: keys [D'', 128], one a column, values [128, D'].
 
     rows [16, D''] is where sixteen keys are decoded before they are turned; D'' is D filled up to a multiple of 16.
@@ -53,7 +78,9 @@ def _load_tile(tile: Any, units: Any, unit_size: Any, fixed: Any, h: Any, heads:
         for i in range(min(16, count - t)):
             slot = units[(t + i) // unit_size] * unit_size + (t + i) % unit_size
             decode_row(tile[CODEC], fixed, tile[KEYS:VALUES], True, slot, h, heads, dim, rows.ctypes.data + i * width * 4)
-            decode_row(tile[CODEC], fixed, tile[VALUES:QUERY], False, slot, h, heads, dim, values.ctypes.data + (t + i) * wide * 4)
+            decode_row(
+                tile[CODEC], fixed, tile[VALUES:QUERY], False, slot, h, heads, dim, values.ctypes.data + (t + i) * wide * 4
+            )
         for d in range(0, width, 16):
             transpose(rows.ctypes.data + d * 4, width, keys.ctypes.data + (d * TILE + t) * 4, TILE)
 
@@ -84,7 +111,20 @@ def _weigh(scores: Any, tile: Any, count: Any, position: Any, window: Any, sinks
 
 
 @jit()
-def _partial(query: Any, group: Any, positions: Any, run: Any, tile: Any, count: Any, keys: Any, values: Any, scores: Any, m: Any, l: Any, o: Any) -> None:  # noqa: E741
+def _partial(
+    query: Any,
+    group: Any,
+    positions: Any,
+    run: Any,
+    tile: Any,
+    count: Any,
+    keys: Any,
+    values: Any,
+    scores: Any,
+    m: Any,
+    l: Any,
+    o: Any,
+) -> None:
     """One tile's m, l [R G] and o [R G, D'] for query [R G, D], G heads of each of the rows at `positions`."""
     rows, dim = query.shape
     scores[:] = F(0)
@@ -151,7 +191,19 @@ def _queries(q: Any, h: Any, group: Any, scale: Any, out: Any) -> None:
 
 
 @jit(parallel=True)
-def attend_few(q: Any, q_sinks: Any, runs: Any, positions: Any, tiles: Any, units: Any, unit_size: Any, heads: Any, fixed: Any, scale: Any, out: Any) -> None:
+def attend_few(
+    q: Any,
+    q_sinks: Any,
+    runs: Any,
+    positions: Any,
+    tiles: Any,
+    units: Any,
+    unit_size: Any,
+    heads: Any,
+    fixed: Any,
+    scale: Any,
+    out: Any,
+) -> None:
     """Runs of at most FEW rows, by tiles. q, q_sinks, out [R, Hq, D], positions [R], runs and tiles as in layout.py, the units
     of each tile [N, 128 / unit_size]."""
     group, dim = q.shape[1] // heads, q.shape[2]
@@ -175,7 +227,20 @@ def attend_few(q: Any, q_sinks: Any, runs: Any, positions: Any, tiles: Any, unit
         for h in range(heads):
             _queries(here if tiles[at, QUERY] == 0 else q_sinks[run[BEGIN] : run[END]], h, group, scale, query)
             _load_tile(tiles[at], units[at], unit_size, fixed, h, heads, dim, count, decoded, keys, values)
-            _partial(query, group, where, run, tiles[at], count, keys, values, scores, m[at, h, :rows], l[at, h, :rows], o[at, h, :rows])
+            _partial(
+                query,
+                group,
+                where,
+                run,
+                tiles[at],
+                count,
+                keys,
+                values,
+                scores,
+                m[at, h, :rows],
+                l[at, h, :rows],
+                o[at, h, :rows],
+            )
     for task in prange(len(runs) * heads):
         run, h = runs[task // heads], task % heads
         for line in range((run[END] - run[BEGIN]) * group):
@@ -186,7 +251,19 @@ def attend_few(q: Any, q_sinks: Any, runs: Any, positions: Any, tiles: Any, unit
 
 
 @jit(parallel=True)
-def attend_many(q: Any, q_sinks: Any, runs: Any, positions: Any, tiles: Any, units: Any, unit_size: Any, heads: Any, fixed: Any, scale: Any, out: Any) -> None:
+def attend_many(
+    q: Any,
+    q_sinks: Any,
+    runs: Any,
+    positions: Any,
+    tiles: Any,
+    units: Any,
+    unit_size: Any,
+    heads: Any,
+    fixed: Any,
+    scale: Any,
+    out: Any,
+) -> None:
     """Runs of any number of rows, by runs and heads. Arguments as attend_few's."""
     group, dim = q.shape[1] // heads, q.shape[2]
     wide, width = (dim + 63) // 64 * 64, (dim + 15) // 16 * 16

@@ -177,9 +177,7 @@ div = _binary(lambda b, x, y: b.fdiv(x, y))
 absolute = _unary(lambda b, x: b.bitcast(b.and_(b.bitcast(x, _VI), _integers(0x7FFFFFFF)), _VF))
 negative = _unary(lambda b, x: b.bitcast(b.xor(b.bitcast(x, _VI), _integers(-0x80000000)), _VF))
 # 2^n of the n that stands in the low bits of 12582912 + n
-power_of_two = _unary(
-    lambda b, x: b.bitcast(b.add(b.shl(b.bitcast(x, _VI), _integers(23)), _integers(127 << 23)), _VF)
-)
+power_of_two = _unary(lambda b, x: b.bitcast(b.add(b.shl(b.bitcast(x, _VI), _integers(23)), _integers(127 << 23)), _VF))
 
 
 def _fold(b: Any, x: Any) -> Any:
