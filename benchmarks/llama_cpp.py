@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from weights.gguf_header import read_header
+from nanokv.gguf_header import read_header
 
 
 class LlamaCpp:

@@ -98,22 +98,33 @@ def show_reuse(model: Model) -> None:
     print(f"| 4 samples of one prompt | {len(prompt)} and 4 x 20 new | {shared} | {stats.computed_tokens} |")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def text_options(description: str | None) -> argparse.ArgumentParser:
+    """A parser that knows which model and which text."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0] if description else None)
     parser.add_argument("--corpora", type=Path)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--model", default="default")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--context", type=int)
+    return parser
+
+
+def held_texts(model: Model, args: argparse.Namespace) -> list[list[int]]:
+    """The text in pieces of the context that was asked for; a rest that is shorter is left out."""
+    size = min(args.context or model.config.num_positions, model.config.num_positions)
+    stream = stream_of(model, args.corpora, args.text, args.tokens)
+    if len(stream) < size:
+        raise SystemExit(f"the text is shorter than {size} tokens: give a smaller --context")
+    return [stream[at : at + size] for at in range(0, len(stream) - size + 1, size)]
+
+
+def main() -> None:
+    parser = text_options(__doc__)
     parser.add_argument("--numerics", choices=["exact", "fast"])
     args = parser.parse_args()
     model = nanokv.load(args.model, numerics=args.numerics)
-    size = min(args.context or model.config.num_positions, model.config.num_positions)
-    stream = stream_of(model, args.corpora, args.text, args.tokens)
-    stream = stream[: len(stream) // size * size]
-    if not stream:
-        raise SystemExit(f"the text is shorter than {size} tokens: give a smaller --context")
-    held = [stream[at : at + size] for at in range(0, len(stream), size)]
+    held = held_texts(model, args)
+    size, stream = len(held[0]), [token for text in held for token in text]
     base = perplexity(model, held)
     print(
         f"{model.name}, {model.numerics}, {len(stream)} held-out tokens in texts of {size}: perplexity {base:.3f}\n", flush=True

@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nanokv import compiled_attention
 from nanokv.backend import Array, module_of
 from nanokv.kv.tile import CAUSAL, TILE, Batch, Cache, Tiles, Visibility, members_of
-from nanokv.numerics import EXACT, FAST, Numerics, in_parallel
+from nanokv.numerics import COMPILED, EXACT, FAST, Numerics, in_parallel
 
 SCORE_ELEMENTS = 1 << 19  # scores that one piece of the work may hold: 2 MB in float32
 
@@ -98,6 +99,8 @@ def attend(
     `q_sinks` [R, Hq, D], if given, meets the sinks in place of q: with rotary positions counted inside a cache, a query is at
     another distance from the sinks than from its window. The sinks' partial result comes first.
     """
+    if numerics is COMPILED:
+        return compiled_attention.attend(q, positions, tiles, scale, visibility, q_sinks)
     xp = module_of(q)
     heads, dim = q.shape[1:]
     factor = q.dtype.type(dim**-0.5 if scale is None else scale)
@@ -205,6 +208,8 @@ def cached_attention(
 ) -> Array:
     """Writes this step's k, v [R, Hkv, D] into the cache, then lets q [R, Hq, D] attend to what it holds -> [R, Hq, D].
     `q_sinks` as in attend(), for the sequences whose cache counts positions inside itself."""
+    if numerics is COMPILED:
+        return compiled_attention.cached_attention(q, k, v, positions, cache, layer, scale, q_sinks)
     out = module_of(q).empty(q.shape, dtype=q.dtype)
 
     for one, rows in members_of(cache, len(q)):

@@ -58,8 +58,9 @@ def get_backend(name: str = "auto") -> Backend:
 
 
 def module_of(array: Array) -> ModuleType:
-    """The array library that `array` belongs to."""
-    return np if isinstance(array, np.ndarray | np.generic) else importlib.import_module("cupy")
+    """The array library that `array` belongs to; a packed matrix (nanokv/kernels/matrix.py) is host memory."""
+    on_host = isinstance(array, np.ndarray | np.generic) or getattr(array, "on_host", False)
+    return np if on_host else importlib.import_module("cupy")
 
 
 def to_numpy(array: Array) -> np.ndarray:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from functools import cache
+from importlib import import_module
+from types import ModuleType
 from typing import TypeVar
 
 import numpy as np
@@ -28,20 +30,29 @@ CHUNK_ELEMENTS = 1 << 16  # elementwise work is done in pieces whose temporaries
 
 
 class Numerics(StrEnum):
-    """EXACT: rows never depend on each other, bit for bit. FAST: whole-matrix products, equal within rounding."""
+    """EXACT: rows never depend on each other, bit for bit, on NumPy. COMPILED: exact by the kernels of nanokv/kernels, the
+    same bits on every machine; float32 in host memory only. FAST: whole-matrix products, equal within rounding."""
 
     EXACT = "exact"
+    COMPILED = "compiled"
     FAST = "fast"
 
 
-EXACT, FAST = Numerics.EXACT, Numerics.FAST
+EXACT, COMPILED, FAST = Numerics.EXACT, Numerics.COMPILED, Numerics.FAST
+
+
+def _kernels() -> ModuleType:
+    """The compiled kernels; imported at the first call, since they take numba."""
+    return import_module("nanokv.kernels.compiled")
 
 
 def linear(x: Array, weight: Array, bias: Array | None = None, numerics: Numerics = EXACT) -> Array:
     """x [R, K], weight [N, K] (the layout in which one output is one contiguous row), bias [N] -> [R, N].
 
-    Nothing outside this function knows how a weight matrix is stored or sliced.
+    Nothing outside this function knows how a weight matrix is stored or sliced. COMPILED takes a packed one.
     """
+    if numerics is COMPILED:
+        return _kernels().linear(x, weight, bias)
     if numerics is FAST:
         out = x @ weight.T  # [R, K] @ [K, N] -> [R, N]
     else:
@@ -74,8 +85,10 @@ def weight_slices(rows: int, row_bytes: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
+def layer_norm(x: Array, weight: Array, bias: Array, eps: float, numerics: Numerics = EXACT) -> Array:
     """x [R, K] -> [R, K]: zero mean and unit variance over K (the population variance), then weight and bias [K]."""
+    if numerics is COMPILED:
+        return _kernels().layer_norm(x, weight, bias, eps)
     xp, real = module_of(x), x.dtype.type
     share = real(1 / x.shape[-1])
     rows = max(1, CHUNK_ELEMENTS // x.shape[-1])
@@ -92,9 +105,11 @@ def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
     return centred
 
 
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+def rms_norm(x: Array, weight: Array, eps: float, numerics: Numerics = EXACT) -> Array:
     """x [..., K] -> [..., K]: divided by the root of the mean square over K, then times weight [K] (Zhang and Sennrich
     2019, arXiv 1910.07467). Half-precision input is squared and summed in float32, where the sum cannot overflow."""
+    if numerics is COMPILED:
+        return _kernels().rms_norm(x, weight, eps)
     xp, rows = module_of(x), max(1, CHUNK_ELEMENTS * len(x) // max(1, x.size))
     if len(x) > rows and xp is np:
         out = np.empty_like(x)
@@ -119,8 +134,10 @@ def silu(x: Array) -> Array:
     return xp.divide(x, out, out=out)
 
 
-def swiglu(gate_up: Array) -> Array:
+def swiglu(gate_up: Array, numerics: Numerics = EXACT) -> Array:
     """[R, 2 I], the gate's half and the other -> silu(gate) * other [R, I] (Shazeer 2020, arXiv 2002.05202)."""
+    if numerics is COMPILED:
+        return _kernels().swiglu(gate_up)
     xp, inner = module_of(gate_up), gate_up.shape[1] // 2
     rows = max(1, CHUNK_ELEMENTS // inner)
     if len(gate_up) <= rows or xp is not np:
@@ -157,8 +174,10 @@ def gelu(x: Array) -> Array:
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"gelu_new": gelu_new, "gelu": gelu}
 
 
-def activate(x: Array, name: str) -> Array:
+def activate(x: Array, name: str, numerics: Numerics = EXACT) -> Array:
     """x [R, K] -> [R, K] through the activation called `name`, in place and piece by piece when there are many rows."""
+    if numerics is COMPILED and name == "gelu_new":
+        return _kernels().gelu_new(x)
     function = ACTIVATIONS[name]
     rows = max(1, CHUNK_ELEMENTS // x.shape[1])
     if len(x) <= rows or module_of(x) is not np:

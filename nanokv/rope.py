@@ -17,6 +17,7 @@ import numpy as np
 
 from nanokv.backend import Array, module_of
 from nanokv.errors import ConfigError
+from nanokv.numerics import COMPILED, EXACT, Numerics
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -81,8 +82,12 @@ class Rope:
         return cos, sin
 
 
-def rotate(x: Array, cos: Array, sin: Array, adjacent: bool) -> Array:
+def rotate(x: Array, cos: Array, sin: Array, adjacent: bool, numerics: Numerics = EXACT) -> Array:
     """x [R, H, D] turned by the angles of each row, cos and sin [R, 1, D / 2] -> [R, H, D]."""
+    if numerics is COMPILED:
+        from nanokv.kernels.compiled import rotate as compiled
+
+        return compiled(x, cos, sin, adjacent)
     half = x.shape[-1] // 2
     a, b = (x[..., 0::2], x[..., 1::2]) if adjacent else (x[..., :half], x[..., half:])
     out = module_of(x).empty(x.shape, dtype=x.dtype)

@@ -59,7 +59,8 @@ def read_gpt2(tensors: Mapping[str, StoredTensor], config: GPT2Config, dtype: st
 
     blocks = tuple(block(layer) for layer in range(config.num_layers))
     config = replace(config, tied_head=head is wte)
-    return GPT2Params(config, wte, read("wpe.weight"), blocks, read("ln_f.weight"), read("ln_f.bias"), head)
+    wpe = backend.xp.asarray(tensors["wpe.weight"].read(dtype))  # looked up, never multiplied: not packed as a matrix is
+    return GPT2Params(config, wte, wpe, blocks, read("ln_f.weight"), read("ln_f.bias"), head)
 
 
 def tensor_shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:

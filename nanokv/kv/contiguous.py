@@ -12,6 +12,7 @@ import numpy as np
 from nanokv.backend import NUMPY, Array, Backend
 from nanokv.errors import CapacityError, UsageError
 from nanokv.kv.codec import Codec, get_codec
+from nanokv.kv.pages import Pages
 from nanokv.kv.storage import OwnTile, Storage, runs
 from nanokv.kv.tile import CAUSAL, TILE, Tiles, Visibility
 
@@ -123,6 +124,14 @@ class ContiguousCache:
             found.append(Tiles(k[None], v[None], last))
         return found
 
+    def pages(self, layer: int, last: int) -> Pages:
+        """What tiles() gives, where it lies."""
+        ring = self._rings[layer]
+        numbers, places = ring.wanted(max(self._length, last * TILE), last - 1 if self._own else last)
+        units = np.array(places, dtype=np.int64)[:, None]
+        own = self._own.tile(layer, last) if self._own else None
+        return Pages(ring.storage, 0, np.array(numbers, dtype=np.int64), units, last, own)
+
     def commit(self) -> None:
         for ring in self._rings:
             ring.drop(self._length, self._end)
@@ -231,11 +240,15 @@ class _Ring:
 
     def tiles(self, query: int, last: int) -> list[Tiles]:
         """The tiles up to `last` that a query at position `query` or later may see."""
+        wanted, places = self.wanted(query, last)
+        return [Tiles(*self.storage.run(0, place, count), first) for first, place, count in runs(wanted, places)]
+
+    def wanted(self, query: int, last: int) -> tuple[list[int], list[int]]:
+        """Their numbers and places."""
         first = self.visibility.oldest(query) // TILE
         sinks = range(min(first, -(-self.visibility.sinks // TILE)))
         wanted = [*sinks, *range(first, last + 1)]
-        places = [self.place(tile) for tile in wanted]
-        return [Tiles(*self.storage.run(0, place, count), first) for first, place, count in runs(wanted, places)]
+        return wanted, [self.place(tile) for tile in wanted]
 
     def drop(self, old: int, new: int) -> None:
         """Clears what queries from position `new` on cannot see, whole groups of the codec's only."""

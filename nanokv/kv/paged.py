@@ -19,6 +19,7 @@ from nanokv.errors import UsageError
 from nanokv.kv.block_pool import NULL_BLOCK, BlockPool
 from nanokv.kv.codec import Codec, get_codec
 from nanokv.kv.contiguous import check_truncation, per_layer
+from nanokv.kv.pages import Pages
 from nanokv.kv.prefix import BlockKey, block_keys, tagged
 from nanokv.kv.storage import OwnTile, Storage
 from nanokv.kv.tile import CAUSAL, TILE, Tiles, Visibility
@@ -93,6 +94,7 @@ class PagedCache:
         self._tokens: Sequence[int] = ()  # as far as publish() was told
         self._keys: list[BlockKey] = []  # of the full blocks that were published
         self._layout: dict[tuple[int, int], list[_Place]] = {}
+        self._grids: dict[tuple[tuple[int, int], tuple[int, int]], tuple[np.ndarray, np.ndarray]] = {}
         self._dropped = 0  # entries of the table that a window has let go
 
     @property
@@ -154,7 +156,7 @@ class PagedCache:
         for block in new:
             pool.storage.clear(block * pool.block_size, (block + 1) * pool.block_size)
         self.block_table += new
-        self._layout = {}
+        self._layout, self._grids = {}, {}
         self._end = self._written = self._length + count
         if self._own:
             self._own.extend(self._length, self._end)
@@ -179,12 +181,8 @@ class PagedCache:
             storage.write(layer, self.slot_mapping(tile * TILE, (tile + 1) * TILE), *self._own.tile(layer, tile))
 
     def tiles(self, layer: int, last: int) -> list[Tiles]:
-        visibility = self.pool.visibility[layer]
-        first = visibility.oldest(max(self._length, last * TILE)) // TILE
-        sinks = min(first, -(-visibility.sinks // TILE))
-        encoded = last - 1 if self._own else last
         found = []
-        for begin, end in ((0, sinks), (first, encoded + 1)):
+        for begin, end in self._ranges(layer, last):
             for place in self._places(begin, end):
                 if place.in_row:
                     k, v = self.pool.storage.run(layer, place.units[0], len(place.units))
@@ -195,6 +193,29 @@ class PagedCache:
             k, v = self._own.tile(layer, last)
             found.append(Tiles(k[None], v[None], last))
         return found
+
+    def pages(self, layer: int, last: int) -> Pages:
+        """What tiles() gives, where it lies."""
+        sinks, window = self._ranges(layer, last)
+        if (sinks, window) not in self._grids:
+            numbers = np.array([*range(*sinks), *range(*window)], dtype=np.int64)
+            self._grids[sinks, window] = numbers, np.concatenate([self._grid(*sinks), self._grid(*window)])
+        own = self._own.tile(layer, last) if self._own else None
+        return Pages(self.pool.storage, layer, *self._grids[sinks, window], last, own)
+
+    def _ranges(self, layer: int, last: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The encoded tiles that queries in tile `last` may see: those of the sinks, and the others up to their own."""
+        visibility = self.pool.visibility[layer]
+        first = visibility.oldest(max(self._length, last * TILE)) // TILE
+        encoded = last - 1 if self._own else last
+        return (0, min(first, -(-visibility.sinks // TILE))), (first, max(first, encoded + 1))
+
+    def _grid(self, begin: int, end: int) -> np.ndarray:
+        """The blocks of the tiles begin .. end - 1 [n, blocks a tile]; the null block past the table's end."""
+        each = TILE // self.pool.block_size
+        table = self.block_table[begin * each : end * each]
+        table += [NULL_BLOCK] * ((end - begin) * each - len(table))
+        return np.array(table, dtype=np.int64).reshape(-1, each)
 
     def commit(self) -> None:
         self._length = self._end
@@ -210,7 +231,7 @@ class PagedCache:
         self.pool.blocks.free_blocks(self.block_table[keep:][::-1])
         del self.block_table[keep:], self._keys[length // self.pool.block_size :]
         self._tokens = self._tokens[:length]
-        self._layout = {}
+        self._layout, self._grids = {}, {}
         self._length = self._end = length
         self._written = min(self._written, keep * self.pool.block_size)
         if self._own:
@@ -219,7 +240,7 @@ class PagedCache:
     def reset(self) -> None:
         """Gives all blocks back."""
         self.pool.blocks.free_blocks(self.block_table[::-1])
-        self.block_table, self._tokens, self._keys, self._layout = [], (), [], {}
+        self.block_table, self._tokens, self._keys, self._layout, self._grids = [], (), [], {}, {}
         self._length = self._end = self._written = self._dropped = 0
         self._own = self.pool.new_own_tile()
 
@@ -298,17 +319,14 @@ class PagedCache:
             self.pool.blocks.free_blocks([self.block_table[at] for at in reversed(dropped)])
             self.block_table[dropped.start : dropped.stop] = [NULL_BLOCK] * len(dropped)
             self._dropped = dropped.stop
-            self._layout = {}
+            self._layout, self._grids = {}, {}
 
     def _places(self, begin: int, end: int) -> list[_Place]:
         """Where the tiles begin .. end - 1 are; the same for every layer of a step."""
         if begin >= end:
             return []
         if (begin, end) not in self._layout:
-            each = TILE // self.pool.block_size  # blocks a tile
-            table = self.block_table[begin * each : end * each]
-            table += [NULL_BLOCK] * ((end - begin) * each - len(table))
-            self._layout[begin, end] = _find_places(np.array(table).reshape(-1, each), begin)
+            self._layout[begin, end] = _find_places(self._grid(begin, end), begin)
         return self._layout[begin, end]
 
 

@@ -10,12 +10,15 @@ Symbols: L layers, n tiles, T = TILE tokens a tile, Hkv key-value heads, D head 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from nanokv.backend import Array
 from nanokv.errors import UsageError
+
+if TYPE_CHECKING:
+    from nanokv.kv.pages import Pages
 
 TILE = 128
 
@@ -119,6 +122,10 @@ class Cache(Protocol):
 
     def tiles(self, layer: int, last: int) -> Sequence[Tiles]:
         """What queries in tile `last` fold, in order; tiles that none of them may see can be left out."""
+        ...
+
+    def pages(self, layer: int, last: int) -> "Pages":
+        """The same, as where they lie: for the compiled kernels."""
         ...
 
     def commit(self) -> None:

@@ -5,10 +5,33 @@ from typing import Any
 
 from nanokv.backend import Array, module_of
 from nanokv.errors import UsageError
+from nanokv.kernels.matrix import Matrix, pack
 from nanokv.models import gpt2, llama
 from nanokv.models.families import Params
 
 Block = gpt2.Block | llama.Block
+
+
+def unpacked(params: Params) -> Params:
+    """Packed matrices of weights as arrays again."""
+
+    def arrays(block: Any) -> Any:
+        return replace(block, **{name: each.to_array() for name, each in vars(block).items() if isinstance(each, Matrix)})
+
+    changes: Any = {"blocks": tuple(map(arrays, params.blocks))}
+    return replace(params, **changes)
+
+
+def repacked(params: Params, like: Params) -> Params:
+    """Arrays packed again, each in the format that it has in `like`."""
+
+    def matrices(block: Any, old: Block) -> Any:
+        return replace(
+            block, **{name: pack(vars(block)[name], m.form) for name, m in vars(old).items() if isinstance(m, Matrix)}
+        )
+
+    changes: Any = {"blocks": tuple(map(matrices, params.blocks, like.blocks))}
+    return replace(params, **changes)
 
 
 def pool_kv_heads(params: Params, num_kv_heads: int) -> Params:

@@ -67,7 +67,9 @@ class GPT2Params:
         blocks = tuple(Block(*(move(array) for array in vars(block).values())) for block in self.blocks)
         wte = move(self.wte)
         head = wte if self.head is self.wte else move(self.head)
-        return GPT2Params(self.config, wte, move(self.wpe), blocks, move(self.ln_f_weight), move(self.ln_f_bias), head)
+        return GPT2Params(
+            self.config, wte, backend.xp.asarray(self.wpe), blocks, move(self.ln_f_weight), move(self.ln_f_bias), head
+        )
 
 
 def forward(
@@ -109,7 +111,7 @@ def hidden_states(params: GPT2Params, tokens: np.ndarray, cache: Cache | Batch, 
 
 def unembed(params: GPT2Params, x: Array, *, numerics: Numerics = EXACT) -> Array:
     """Hidden states [R, E] -> logits [R, V]."""
-    x = layer_norm(x, params.ln_f_weight, params.ln_f_bias, params.config.layer_norm_epsilon)
+    x = layer_norm(x, params.ln_f_weight, params.ln_f_bias, params.config.layer_norm_epsilon, numerics)
     return linear(x, params.head, numerics=numerics)
 
 
@@ -135,7 +137,7 @@ def _attention(
 ) -> Array:
     """[R, E] -> [R, E]"""
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-    h = layer_norm(x, block.ln_1_weight, block.ln_1_bias, config.layer_norm_epsilon)
+    h = layer_norm(x, block.ln_1_weight, block.ln_1_bias, config.layer_norm_epsilon, numerics)
     qkv = linear(h, block.qkv_weight, block.qkv_bias, numerics).reshape(len(x), -1, dim)  # [R, Hq + 2 Hkv, D]
     q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
     mixed = cached_attention(q, k, v, positions, cache, layer, config.attention_scale(layer), numerics=numerics)
@@ -144,8 +146,8 @@ def _attention(
 
 def _mlp(x: Array, block: Block, config: GPT2Config, numerics: Numerics) -> Array:
     """[R, E] -> [R, I] -> [R, E]"""
-    h = layer_norm(x, block.ln_2_weight, block.ln_2_bias, config.layer_norm_epsilon)
-    h = activate(linear(h, block.fc_weight, block.fc_bias, numerics), config.activation)
+    h = layer_norm(x, block.ln_2_weight, block.ln_2_bias, config.layer_norm_epsilon, numerics)
+    h = activate(linear(h, block.fc_weight, block.fc_bias, numerics), config.activation, numerics)
     return linear(h, block.out_weight, block.out_bias, numerics)
 
 

@@ -126,7 +126,7 @@ def hidden_states(params: LlamaParams, tokens: np.ndarray, cache: Cache | Batch,
 
 def unembed(params: LlamaParams, x: Array, *, numerics: Numerics = EXACT) -> Array:
     """Hidden states [R, E] -> logits [R, V]."""
-    return linear(rms_norm(x, params.norm, params.config.norm_epsilon), params.head, numerics=numerics)
+    return linear(rms_norm(x, params.norm, params.config.norm_epsilon, numerics), params.head, numerics=numerics)
 
 
 def fast_bound(params: LlamaParams, x: Array) -> Array:
@@ -176,13 +176,14 @@ def _attention(
 ) -> Array:
     """[R, E] -> [R, E]"""
     heads, kv_heads = config.num_heads, config.num_kv_heads
-    h = rms_norm(x, block.attention_norm, config.norm_epsilon)
+    h = rms_norm(x, block.attention_norm, config.norm_epsilon, numerics)
     qkv = linear(h, block.qkv_weight, block.qkv_bias, numerics).reshape(len(x), -1, config.head_dim)  # [R, Hq + 2 Hkv, D]
     if block.q_norm is not None:
-        qkv[:, :heads] = rms_norm(qkv[:, :heads], block.q_norm, config.norm_epsilon)
-        qkv[:, heads : heads + kv_heads] = rms_norm(qkv[:, heads : heads + kv_heads], block.k_norm, config.norm_epsilon)
-    q_sinks = None if turn_sinks is None else rotate(qkv[:, :heads], *turn_sinks, config.rope.adjacent)
-    turned = rotate(qkv[:, : heads + kv_heads], *turn, config.rope.adjacent)  # [R, Hq + Hkv, D]
+        qkv[:, :heads] = rms_norm(qkv[:, :heads], block.q_norm, config.norm_epsilon, numerics)
+        keys = slice(heads, heads + kv_heads)
+        qkv[:, keys] = rms_norm(qkv[:, keys], block.k_norm, config.norm_epsilon, numerics)
+    q_sinks = None if turn_sinks is None else rotate(qkv[:, :heads], *turn_sinks, config.rope.adjacent, numerics)
+    turned = rotate(qkv[:, : heads + kv_heads], *turn, config.rope.adjacent, numerics)  # [R, Hq + Hkv, D]
     q, k, v = turned[:, :heads], turned[:, heads:], qkv[:, heads + kv_heads :]
     mixed = cached_attention(q, k, v, positions, cache, layer, numerics=numerics, q_sinks=q_sinks)
     return linear(mixed.reshape(len(x), -1), block.output_weight, block.output_bias, numerics)  # [R, Hq D] -> [R, E]
@@ -190,8 +191,8 @@ def _attention(
 
 def _mlp(x: Array, block: Block, config: LlamaConfig, numerics: Numerics) -> Array:
     """[R, E] -> [R, I] -> [R, E]"""
-    h = rms_norm(x, block.mlp_norm, config.norm_epsilon)
-    h = swiglu(linear(h, block.gate_up_weight, block.gate_up_bias, numerics))
+    h = rms_norm(x, block.mlp_norm, config.norm_epsilon, numerics)
+    h = swiglu(linear(h, block.gate_up_weight, block.gate_up_bias, numerics), numerics)
     return linear(h, block.down_weight, block.down_bias, numerics)
 
 

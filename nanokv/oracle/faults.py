@@ -52,7 +52,7 @@ class Seen(Visibility):
 def _mask(rule: Callable[[np.ndarray, np.ndarray, Visibility], np.ndarray]) -> Apply:
     def apply(case: Case, i: int, problem: Problem) -> Problem:
         right = problem.visibility
-        return replace(problem, visibility=Seen(right.window, right.sinks, right.streaming, right, rule))
+        return replace(problem, visibility=Seen(right.window, right.sinks, right.streaming, right=right, rule=rule))
 
     return apply
 

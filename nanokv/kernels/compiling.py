@@ -1,0 +1,63 @@
+"""How kernels are compiled and where the machine code is kept.
+
+Numba keeps machine code on disk by the file that defines a function, and does not see when a function that it calls, in
+another file, has changed. So all kernels share one folder named by a digest of their sources and of the compiler's
+version: another version of nanokv, or an edit, begins a new one. Inside it Numba tells processors apart by itself.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+
+
+def _digest() -> str:
+    """Of the kernels' sources and the compiler's version."""
+    found = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def _folder() -> Path | None:
+    """The folder for machine code, made now; None where nothing can be written."""
+    base = numba.config.CACHE_DIR or os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = Path(base) / "nanokv" / "kernels" / _digest()
+    probe = folder / f".{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError:
+        return None
+    return folder
+
+
+FOLDER = _folder()
+
+
+@contextmanager
+def _kept_in(folder: Path) -> Iterator[None]:
+    """Numba takes the folder from its configuration when a function is decorated: it is set for that moment only."""
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
+    try:
+        yield
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+def jit(**options: Any) -> Callable[[Callable], Any]:
+    """Decorator: compiled at the first call, from the disk if it was before; IEEE arithmetic, division by zero included."""
+
+    def decorate(function: Callable) -> Any:
+        if FOLDER is None:
+            return numba.njit(error_model="numpy", **options)(function)
+        with _kept_in(FOLDER):
+            return numba.njit(error_model="numpy", cache=True, **options)(function)
+
+    return decorate

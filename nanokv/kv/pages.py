@@ -1,0 +1,81 @@
+"""Where the tiles of a sequence lie, for kernels that read keys and values in place: nothing is gathered or decoded.
+
+Symbols: n tiles, T tokens a tile, S tokens a unit of the storage, H key-value heads, D head width.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nanokv.backend import Array
+from nanokv.errors import UsageError
+from nanokv.kernels import layout
+from nanokv.kv.codec import Codec, FloatCodec, KiviCodec, ScaledCodec
+from nanokv.kv.storage import Storage
+from nanokv.kv.tile import TILE
+
+
+@dataclass(frozen=True)
+class Pages:
+    """What queries of tile `last` fold, in order: the tiles `numbers` [n], whose tokens lie in `units` [n, T / S] of a layer
+    of a storage, and then, where a cache keeps it, their own tile k, v [T, H, D] in full precision."""
+
+    storage: Storage
+    layer: int
+    numbers: np.ndarray
+    units: np.ndarray
+    last: int
+    own: tuple[Array, Array] | None = None
+
+    @property
+    def key(self) -> tuple[int, float]:
+        """What the sequences of one call must have in common."""
+        codec = self.storage.codec
+        return self.storage.unit_size, float(getattr(codec, "scale", None) or 1.0)
+
+    def table(self) -> np.ndarray:
+        """A line of layout.py's columns for each tile, the own one last."""
+        lines = np.zeros((len(self.numbers) + (self.own is not None), layout.TILE_COLUMNS), np.int64)
+        count = len(self.numbers)
+        lines[:count, layout.NUMBER] = self.numbers
+        lines[:count, layout.CODEC] = codec_number(self.storage.codec)
+        lines[:count, layout.HIGH] = layout.NO_LIMIT
+        for column, planes in ((layout.KEYS, self.storage.k), (layout.VALUES, self.storage.v)):
+            for i, plane in enumerate(planes):
+                lines[:count, column + i] = address(plane) + self.layer * plane.strides[0]
+        if self.own is not None:
+            lines[count] = tile_line(self.last, *self.own)
+        return lines
+
+    def places(self) -> np.ndarray:
+        """The units of each line [n or n + 1, T / S]; those of the own tile count from its beginning."""
+        if self.own is None:
+            return self.units
+        return np.concatenate([self.units, np.arange(TILE // self.storage.unit_size)[None]])
+
+
+def tile_line(number: int, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """A line for a tile k, v [T, H, D] of consecutive float32 tokens."""
+    line = np.zeros(layout.TILE_COLUMNS, np.int64)
+    line[[layout.NUMBER, layout.CODEC, layout.HIGH]] = number, layout.FLOAT32, layout.NO_LIMIT
+    line[[layout.KEYS, layout.VALUES]] = address(k), address(v)
+    return line
+
+
+def address(array: np.ndarray) -> int:
+    """Where its first element lies."""
+    return int(array.__array_interface__["data"][0])
+
+
+def codec_number(codec: Codec) -> int:
+    """The kernels' number of a codec. UsageError for one that they do not know."""
+    if isinstance(codec, KiviCodec):
+        return layout.INT4
+    if isinstance(codec, ScaledCodec):
+        if codec.name == "int8":
+            return layout.INT8
+        return layout.FP8 if codec.scale is None else layout.FP8_FIXED
+    names = {"float32": layout.FLOAT32, "float16": layout.FLOAT16, "bfloat16": layout.BFLOAT16}
+    if isinstance(codec, FloatCodec) and codec.name in names:
+        return names[codec.name]
+    raise UsageError(f"the compiled kernels do not read KV format {codec.name}: use --kernels numpy")
