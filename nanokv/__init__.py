@@ -57,8 +57,9 @@ def load(source: str = "default", *, dtype: str = "float32", backend: str = "aut
     """A model ready to run.
 
     `source`: "default" (ships with nanokv), "smollm2" (once it is pulled), a directory in Hugging Face's layout, a GGUF or
-    llama2.c file, or a hub id such as "gpt2". `dtype`: float32 or float64. `backend`: auto, numpy or cupy. `numerics`: exact or fast; None is exact on NumPy and fast on CuPy,
-    whose products make no promise about rows. Raises a NanoKVError that says in one line what is wrong.
+    llama2.c file, or a hub id such as "gpt2". `dtype`: float32 or float64. `backend`:
+    auto, numpy or cupy. `numerics`: exact or fast; None is exact on NumPy and fast on CuPy, whose products make no promise
+    about rows. Raises a NanoKVError that says in one line what is wrong.
     """
     from nanokv.backend import get_backend
     from nanokv.model import Model, choose_numerics
