@@ -18,7 +18,7 @@ from nanokv.generate import Generation, Options
 from nanokv.kv.paged import PagedCache
 from nanokv.kv.spec import CacheSpec
 from nanokv.kv.tile import Batch
-from nanokv.model import PREFILL_STEP, Model
+from nanokv.model import Model
 from nanokv.sampling import log_softmax
 
 
@@ -81,7 +81,7 @@ def beam_search(
     if limit < 1:
         raise UsageError(f"the prompt fills all {len(prompt)} positions of the model: nothing can follow")
     ends = frozenset() if options.ignore_eos else model.eos_token_ids
-    pool = model.new_pool((2 * beams + 1) * spec.blocks_for(len(prompt) + limit, PREFILL_STEP) + 1, spec)
+    pool = model.new_pool((2 * beams + 1) * model.blocks_for(spec, len(prompt) + limit) + 1, spec)
     first = pool.new_sequence()
     logits = to_numpy(model.prefill(prompt, first))[None]
     running, finished = [_Running([], 0.0, first)], list[Beam]()

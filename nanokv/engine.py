@@ -12,8 +12,9 @@ alone.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -74,8 +75,8 @@ class _Sequence:
 class _Blocks:
     """A pool of blocks as the scheduler sees it."""
 
-    def __init__(self, pool: PagedPool, spec: CacheSpec, max_step: int, prefix_caching: bool):
-        self._pool, self._spec, self._max_step, self._prefix_caching = pool, spec, max_step, prefix_caching
+    def __init__(self, pool: PagedPool, blocks_for: Callable[[int], int], prefix_caching: bool):
+        self._pool, self._blocks_for, self._prefix_caching = pool, blocks_for, prefix_caching
 
     @property
     def num_free(self) -> int:
@@ -86,7 +87,7 @@ class _Blocks:
 
     def outstanding(self, sequence: _Sequence) -> int:
         held = sum(block != NULL_BLOCK for block in sequence.cache.block_table)
-        return self._spec.blocks_for(sequence.known + 1, self._max_step) - held
+        return self._blocks_for(sequence.known + 1) - held
 
     def adopt(self, sequence: _Sequence) -> None:
         if self._prefix_caching:
@@ -112,12 +113,13 @@ class Engine:
     ):
         self.model = model
         self.spec = replace(spec or CacheSpec(), kind="paged")
+        self._blocks_for = partial(model.blocks_for, self.spec, step=max_batch_tokens)
         if num_blocks is None:
-            num_blocks = 4 * self.spec.blocks_for(model.config.num_positions, max_batch_tokens) + 1
+            num_blocks = 4 * self._blocks_for(model.config.num_positions) + 1
         self.pool = model.new_pool(num_blocks, self.spec)
         self.stats = EngineStats()
-        self._max_tokens, self._prefix_caching = max_batch_tokens, prefix_caching
-        blocks = _Blocks(self.pool, self.spec, max_batch_tokens, prefix_caching)
+        self._prefix_caching = prefix_caching
+        blocks = _Blocks(self.pool, self._blocks_for, prefix_caching)
         self._scheduler: Scheduler[_Sequence] = Scheduler(blocks, max_batch_tokens, max_sequences)
         self._waiting, self._running = self._scheduler.waiting, self._scheduler.running
 
@@ -142,7 +144,7 @@ class Engine:
             raise UsageError(f"{n} greedy continuations would be equal: set a temperature")
         runs = [Generation(self.model, list(prompt), seeded(options, i), self.spec) for i in range(n)]
         usable = self.pool.blocks.num_blocks - 1
-        needed = self.spec.blocks_for(runs[0].longest, self._max_tokens)
+        needed = self._blocks_for(runs[0].longest)
         if needed > usable:
             raise CapacityError(
                 f"prompt and output can come to {runs[0].longest} tokens, {needed} blocks, and the pool has {usable}: "
@@ -285,7 +287,7 @@ def engine_for(model: Model, spec: CacheSpec, prompt_lengths: Sequence[int], opt
 
     One block more for each sequence: while copies split, the shared block and all that replace it are held at once.
     """
-    blocks = sum(spec.blocks_for(length + options.max_tokens, PREFILL_STEP) + 1 for length in prompt_lengths)
+    blocks = sum(model.blocks_for(spec, length + options.max_tokens) + 1 for length in prompt_lengths)
     return Engine(model, spec, num_blocks=copies * blocks + 1, max_batch_tokens=PREFILL_STEP)
 
 

@@ -61,13 +61,17 @@ class Model:
         spec = spec or CacheSpec()
         capacity = self.config.num_positions if capacity is None else capacity
         if spec.kind == "paged":
-            blocks = spec.blocks_for(capacity, PREFILL_STEP, self.config.visibility())
+            blocks = self.blocks_for(spec, capacity)
             return self.new_pool(blocks + 1, spec).new_sequence()
         return spec.contiguous(*self._kv_shape, capacity, self.dtype, self.backend)
 
     def new_pool(self, num_blocks: int, spec: CacheSpec) -> PagedPool:
         """A pool of `num_blocks` blocks, the null block included."""
         return spec.pool(*self._kv_shape, num_blocks, self.dtype, self.backend, self.name)
+
+    def blocks_for(self, spec: CacheSpec, tokens: int, step: int = PREFILL_STEP) -> int:
+        """Blocks that one sequence of `tokens` tokens, fed at most `step` at once, can come to hold."""
+        return spec.blocks_for(tokens, step, self.config.visibility())
 
     @property
     def _kv_shape(self) -> tuple[list[Visibility], int, int]:

@@ -43,7 +43,7 @@ sampled = st.builds(
 )  # fmt: skip
 def test_every_request_gets_the_tokens_it_gets_alone(model, spec, requests, spare, batch_tokens, caching):
     longest = max(len(prompt) + options.max_tokens for prompt, options in requests)
-    blocks = spec.blocks_for(longest, batch_tokens) + spare + 1
+    blocks = model.blocks_for(spec, longest, batch_tokens) + spare + 1
     engine = Engine(model, spec, num_blocks=blocks, max_batch_tokens=batch_tokens, prefix_caching=caching)
     runs = [engine.add(prompt, options)[0] for prompt, options in requests]
     texts = {id(run): "" for run in runs}

@@ -36,14 +36,14 @@ def chat(
     from nanokv.chat import encode_chat
     from nanokv.engine import Engine
     from nanokv.errors import NanoKVError
-    from nanokv.model import PREFILL_STEP, make_options
+    from nanokv.model import make_options
 
     options["block_size"] = (32 if options["kv_dtype"] == "int4" else 16) if block_size is None else block_size
     checked, spec = make_options(cache="paged", **options)
     model = nanokv.load(source, dtype=dtype, backend=backend, numerics=numerics)
     messages = [] if system is None else [{"role": "system", "content": system}]
     encode_chat(model, [*messages, {"role": "user", "content": "?"}])  # a model that cannot talk is refused at once
-    engine = Engine(model, spec, num_blocks=spec.blocks_for(model.config.num_positions, PREFILL_STEP) + 1)
+    engine = Engine(model, spec, num_blocks=model.blocks_for(spec, model.config.num_positions) + 1)
     while (line := _read()) is not None:
         if not line:
             continue

@@ -9,7 +9,7 @@ from nanokv.errors import UsageError
 from nanokv.kv.codec import CODECS, Codec, get_codec
 from nanokv.kv.contiguous import ContiguousCache
 from nanokv.kv.paged import PagedPool
-from nanokv.kv.tile import CAUSAL, TILE, Visibility
+from nanokv.kv.tile import TILE, Visibility
 
 KINDS = ("contiguous", "paged", "none")
 
@@ -91,7 +91,7 @@ class CacheSpec:
         visibility = self.layers(own)
         return PagedPool(len(own), kv_heads, dim, num_blocks, self.block_size, dtype, backend, codec, visibility, extra)
 
-    def blocks_for(self, tokens: int, step: int, own: Sequence[Visibility] = (CAUSAL,)) -> int:
+    def blocks_for(self, tokens: int, step: int, own: Sequence[Visibility]) -> int:
         """Blocks that one sequence of `tokens` tokens, fed at most `step` at once, can come to hold in a model of the
         visibility `own`. A layer that sees everything keeps everything, whatever the others drop."""
         windows = [each.window for each in self.layers(own)]

@@ -18,7 +18,7 @@ from nanokv.kv.codec import CODECS, get_codec
 from nanokv.kv.contiguous import ContiguousCache
 from nanokv.kv.paged import PagedPool
 from nanokv.kv.spec import CacheSpec
-from nanokv.kv.tile import TILE, Batch, Visibility
+from nanokv.kv.tile import CAUSAL, TILE, Batch, Visibility
 from nanokv.models.families import Params, module_for
 from nanokv.numerics import FAST
 from nanokv.rope import Rope
@@ -293,9 +293,9 @@ def test_every_kind_has_the_capacity_that_was_asked_for(kv_dtype, window):
     for kind in ("contiguous", "paged"):
         spec = CacheSpec(kind, 32, window, kv_dtype=kv_dtype)
         if kind == "contiguous":
-            cache = spec.contiguous(1, 1, 2, 2048, np.float32, NUMPY)
+            cache = spec.contiguous([CAUSAL], 1, 2, 2048, np.float32, NUMPY)
         else:
-            cache = spec.pool(1, 1, 2, spec.blocks_for(2048, 128) + 1, np.float32, NUMPY).new_sequence()
+            cache = spec.pool([CAUSAL], 1, 2, spec.blocks_for(2048, 128, [CAUSAL]) + 1, np.float32, NUMPY).new_sequence()
         assert cache.codec.name == kv_dtype if kind == "contiguous" and kv_dtype else True
         for count in [32, *[96] * 21]:
             write(cache, count)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from nanokv.backend import NUMPY
 from nanokv.kv.prefix import ROOT, block_key, block_keys, tagged
 from nanokv.kv.spec import CacheSpec
+from nanokv.kv.tile import CAUSAL
 from tests.support import ROOT as PROJECT
 
 texts = st.lists(st.integers(0, 3), max_size=12)
@@ -53,9 +54,9 @@ def test_what_is_computed_otherwise_has_other_digests():
         {}, {"kv_dtype": "int8"}, {"kv_dtype": "int4"}, {"kv_dtype": "fp8"}, {"kv_dtype": "fp8", "kv_scale": 1.0},
         {"window": 8}, {"window": 9}, {"window": 8, "sinks": 0}, {"window": 8, "sinks": 1},
     ]  # fmt: skip
-    pools = [CacheSpec("paged", **base, **spec).pool(1, 1, 2, 3, np.float32, NUMPY, "a") for spec in specs]
+    pools = [CacheSpec("paged", **base, **spec).pool([CAUSAL], 1, 2, 3, np.float32, NUMPY, "a") for spec in specs]
     for dtype, name in ((np.float64, "a"), (np.float32, "b")):
-        pools.append(CacheSpec("paged", **base).pool(1, 1, 2, 3, dtype, NUMPY, name))
+        pools.append(CacheSpec("paged", **base).pool([CAUSAL], 1, 2, 3, dtype, NUMPY, name))
     assert len({block_key(ROOT, [1], pool.extra).digest for pool in pools}) == len(pools)
 
 

@@ -116,7 +116,7 @@ def test_every_cache_answers_the_same(model):
         each = [
             loaded.generate(PROMPTS[2], max_tokens=6, cache=cache, **flags).tokens for cache in ("none", "contiguous", "paged")
         ]
-        assert each[0].tokens == each[1].tokens == each[2].tokens
+        assert each[0] == each[1] == each[2]
 
 
 def test_cached_equals_recomputed(model):
