@@ -174,8 +174,8 @@ def test_numpy_is_all_that_is_needed():
 
         class Nothing:
             def find_spec(self, name, path=None, target=None):
-                if name.split(".")[0] in {"click", "ml_dtypes", "rich", "safetensors", "threadpoolctl", "tiktoken", "hypothesis",
-                                          "torch", "cupy", "transformers"}:
+                if name.split(".")[0] in {"click", "ml_dtypes", "rich", "safetensors", "threadpoolctl", "tiktoken",
+                                          "hypothesis", "torch", "cupy", "transformers"}:
                     raise ImportError(name)
 
         sys.meta_path.insert(0, Nothing())
