@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 
 from benchmarks.oracle_bounds import RUNS, measure
-from nanokv.oracle.bounds import default_arithmetic, gamma
+from nanokv.attention import naive_softmax
+from nanokv.oracle.bounds import Arithmetic, default_arithmetic, gamma
 from nanokv.oracle.case import Case
 from nanokv.oracle.formats import FORMATS, dtype_of, rounded
 from nanokv.oracle.judge import exceeds, judge
@@ -93,3 +94,23 @@ def test_an_error_of_each_kind_is_noticed_when_it_is_too_large(part):
 
     assert off_by(2.0**-24) <= 1
     assert off_by(2.0**-12) > 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_scores_may_be_off_by_all_that_their_products_allow(seed):
+    # the worst case of the derivation: every score off by gamma_D times its magnitude, with a sign of its own
+    case = Case(Spec(((6, 50),), head_dim=64, seed=seed))
+    problem, rng = case.problems[0], np.random.default_rng(seed)
+    size = np.einsum("rhd,shd->hrs", np.abs(problem.q), np.abs(problem.k).repeat(case.spec.group, 1)) * problem.scale
+    error = gamma(64, 2.0**-24) * size * rng.choice([-1.0, 1.0], size.shape)
+    out = attend_exactly(replace(problem, softmax=lambda scores: naive_softmax(scores + error)))
+    ratio = exceeds(out, case.expected.out, case.expected.bound).max()
+    assert 0.1 < ratio <= 1
+
+
+def test_the_output_may_be_rounded_to_its_format():
+    # all in float32 but for the output: its rounding is nearly all that there is
+    case = Case(Spec(((6, 50),), dtype="float16"), Arithmetic("float32", "float32"))
+    verdict = judge(case, nanokv_attend(case.call()))
+    assert verdict.passed, str(verdict)
+    assert verdict.excess > 0.5

@@ -17,6 +17,7 @@ from nanokv.oracle.case import Case
 from nanokv.oracle.judge import exceeds
 from nanokv.oracle.spec import FEATURES, Spec
 from nanokv.oracle.strategies import attention_cases
+from nanokv.oracle.suite import suite
 from tests.support import examples
 
 
@@ -82,6 +83,15 @@ def turned(spec, x, position):
     )
 )  # fmt: skip
 def test_two_formulations_agree(case):
+    agree(case)
+
+
+@pytest.mark.parametrize("spec", [spec for spec in suite(features=FEATURES, head_dim=8) if spec.features()], ids=Spec.title)
+def test_they_agree_on_every_feature(spec):
+    agree(Case(spec))
+
+
+def agree(case):
     doubles = default_arithmetic("float64")
     found = case.expected_with(doubles)
     start = 0
