@@ -13,7 +13,6 @@ Symbols: N outputs, K inputs, P panels, G groups of 32 inputs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -52,7 +51,7 @@ class Matrix:
         """Bytes in memory, the filling of the last panel included."""
         return sum(plane.nbytes for plane in self.planes)
 
-    @cached_property
+    @property
     def addresses(self) -> tuple[int, int, int]:
         """Of the planes; 0 for one that is not there."""
         found = [plane.__array_interface__["data"][0] for plane in self.planes]
