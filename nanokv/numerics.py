@@ -41,6 +41,7 @@ class Numerics(StrEnum):
 EXACT, COMPILED, FAST = Numerics.EXACT, Numerics.COMPILED, Numerics.FAST
 
 
+@cache
 def _kernels() -> ModuleType:
     """The compiled kernels; imported at the first call, since they take numba."""
     return import_module("nanokv.kernels.compiled")

@@ -13,6 +13,7 @@ Symbols: N outputs, K inputs, P panels, G groups of 32 inputs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -51,12 +52,16 @@ class Matrix:
         """Bytes in memory, the filling of the last panel included."""
         return sum(plane.nbytes for plane in self.planes)
 
-    @property
+    @cached_property
     def addresses(self) -> tuple[int, int, int]:
         """Of the planes; 0 for one that is not there."""
         found = [plane.__array_interface__["data"][0] for plane in self.planes]
         codes, scales, lows = (*found, 0, 0)[:3]
         return codes, scales, lows
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy's planes lie elsewhere: it finds their addresses itself."""
+        return {name: value for name, value in vars(self).items() if name != "addresses"}
 
     def __len__(self) -> int:
         return self.shape[0]
