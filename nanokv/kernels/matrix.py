@@ -59,6 +59,10 @@ class Matrix:
         codes, scales, lows = (*found, 0, 0)[:3]
         return codes, scales, lows
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy's planes lie elsewhere: it finds their addresses itself."""
+        return {name: value for name, value in vars(self).items() if name != "addresses"}
+
     def __len__(self) -> int:
         return self.shape[0]
 
