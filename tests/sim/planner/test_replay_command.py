@@ -137,8 +137,8 @@ def test_processes_give_the_same_answer(tmp_path: Path) -> None:
 def test_the_rate_is_that_of_the_requests_that_are_replayed(tmp_path: Path) -> None:
     """11 requests in 10 s, whatever comes after them."""
     late = ROWS + "5000,10,10\n"
-    found = answer(trace(tmp_path, late), "--config", config(tmp_path), "--gpu", "h100", "--policy", "paged", "--requests", "11",
-                   "--rate", "1")  # fmt: skip
+    found = answer(trace(tmp_path, late), "--config", config(tmp_path), "--gpu", "h100", "--policy", "paged",
+                   "--requests", "11", "--rate", "1")  # fmt: skip
     assert found["arrival_seconds"] == pytest.approx(10)
 
 
