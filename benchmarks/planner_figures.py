@@ -185,11 +185,11 @@ def useful_shares(traces: Path, requests: int | None = None) -> list[list[float]
     (its first `requests`, or all) with a buddy allocator, with first fit, and with prompts and outputs exchanged."""
     azure = first_requests(read_trace(_trace(traces, "AzureLLMInferenceTrace_conv.csv")), requests)
     exchanged = replace(azure, requests=tuple(replace(each, prompt=each.output, output=each.prompt) for each in azure.requests))
-    server = paper_server()
+    server, jobs = paper_server(), (os.cpu_count() or 1) if requests is None else 1
 
     def column(trace: Trace, allocator: str) -> list[float]:
         ways = [replace(policy, allocator=allocator) for policy, _ in PAPER]
-        return [100 * useful_share(outcome) for outcome in replay_all(trace, server, ways, jobs=os.cpu_count() or 1)]
+        return [100 * useful_share(outcome) for outcome in replay_all(trace, server, ways, jobs=jobs)]
 
     columns = column(azure, "buddy"), column(azure, "first-fit"), column(exchanged, "buddy")
     return [list(row) for row in zip(*columns, strict=True)]

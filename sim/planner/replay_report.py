@@ -181,10 +181,10 @@ def figure_of(outcomes: Sequence[Outcome]) -> Any:
     grid = figure.subplots(rows, 2, sharex=True, squeeze=False)
     for (left, right), outcome in zip(grid, outcomes, strict=True):
         _draw(left, right, outcome, outcome.timeline.series(2 * INTERVALS))
-    places: list[Any] = ["outside upper left", "outside upper right"]
-    for axes, place in zip(grid[0], places, strict=True):
-        handles, labels = axes.get_legend_handles_labels()
-        figure.legend(handles, labels, loc=place, fontsize=8, ncols=len(COLOURS), frameon=False)
+    look: dict[str, Any] = {"fontsize": 8, "ncols": len(COLOURS), "frameon": False}
+    left, right = (axes.get_legend_handles_labels() for axes in grid[0])
+    figure.legend(*left, loc="outside upper left", **look)
+    figure.legend(*right, loc="outside upper right", **look)
     for axes in grid[-1]:
         axes.set(xlabel="seconds", xlim=(0, None))
     return figure
