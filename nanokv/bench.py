@@ -83,7 +83,8 @@ def report(model: Model, points: list[Point], prefill_tokens: int) -> dict[str, 
     bandwidth = read_bandwidth()
     return {
         "model": model.name,
-        "numerics": str(model.numerics),
+        "numerics": model.numerics.contract,
+        "kernels": model.kernels,
         "dtype": str(model.dtype),
         "threads": threads,
         "blas": name,

@@ -178,7 +178,8 @@ class Generation:
             "text": self.text,
             "finish_reason": self.finish_reason,
             "cache": {"kind": self.cache.kind, "bytes": self.cache_bytes, "tokens": self.cache_tokens},
-            "numerics": str(self.model.numerics),
+            "numerics": self.model.numerics.contract,
+            "kernels": self.model.kernels,
             "backend": self.model.backend.name,
             "timing": {
                 "prefill_s": self.prefill_s,

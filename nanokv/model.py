@@ -69,6 +69,11 @@ class Model:
         """A pool of `num_blocks` blocks, the null block included."""
         return spec.pool(*self._kv_shape, num_blocks, self.dtype, self.backend, self.name)
 
+    @property
+    def kernels(self) -> str:
+        """What computes: "compiled", or the array library by name."""
+        return str(COMPILED) if self.numerics is COMPILED else self.backend.name
+
     def blocks_for(self, spec: CacheSpec, tokens: int, step: int = PREFILL_STEP) -> int:
         """Blocks that one sequence of `tokens` tokens, fed at most `step` at once, can come to hold."""
         return spec.blocks_for(tokens, step, self.config.visibility())

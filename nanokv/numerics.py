@@ -37,6 +37,11 @@ class Numerics(StrEnum):
     COMPILED = "compiled"
     FAST = "fast"
 
+    @property
+    def contract(self) -> str:
+        """What it promises about rows: "exact" or "fast"."""
+        return str(Numerics.FAST if self is Numerics.FAST else Numerics.EXACT)
+
 
 EXACT, COMPILED, FAST = Numerics.EXACT, Numerics.COMPILED, Numerics.FAST
 

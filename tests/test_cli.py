@@ -52,7 +52,8 @@ def test_json_is_one_object_a_prompt_and_agrees_with_plain_text():
     first, second = map(json.loads, lines)
     assert "Once upon" + first["text"] + "\n" == plain
     assert first["model"] == "default"
-    assert first["numerics"] in ("exact", "compiled")
+    assert first["numerics"] == "exact"
+    assert first["kernels"] in ("numpy", "compiled")
     assert len(first["logprobs"]) == len(first["tokens"])
     assert second["prompt_tokens"] != first["prompt_tokens"]
 
@@ -289,7 +290,7 @@ def test_an_interrupt_of_a_beam_search_is_one_line(monkeypatch):
 def test_bench_prints_its_numbers_and_one_object(tmp_path):
     out = json.loads(run("bench", "--contexts", "8,16", "--repeat", "2", "--json", check=0).stdout)
     assert set(out) == {
-        "model", "numerics", "dtype", "threads", "blas", "read_gb_per_s", "decode_ms_per_token", "decode_gb_per_s",
+        "model", "numerics", "kernels", "dtype", "threads", "blas", "read_gb_per_s", "decode_ms_per_token", "decode_gb_per_s",
         "share_of_read_bandwidth", "prefill_tokens_per_s", "curve",
     }  # fmt: skip
     assert [point["context"] for point in out["curve"]] == [8, 16]

@@ -233,7 +233,8 @@ def test_bad_requests_are_named(prompt, options, error, words):
 def test_json_has_the_fields_that_are_promised():
     out = MODEL.generate([1, 2], max_tokens=3, logprobs=2, ignore_eos=True).to_dict()
     assert set(out) == {
-        "model", "prompt_tokens", "tokens", "text", "finish_reason", "logprobs", "cache", "numerics", "backend", "timing",
+        "model", "prompt_tokens", "tokens", "text", "finish_reason", "logprobs", "cache", "numerics", "kernels", "backend",
+        "timing",
     }  # fmt: skip
     assert out["cache"] == {"kind": "contiguous", "bytes": 4 * 2 * 2 * 4 * 8 * 4, "tokens": 4}
     assert set(out["timing"]) == {"prefill_s", "decode_s", "decode_ms_per_token"}

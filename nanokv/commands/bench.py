@@ -62,7 +62,8 @@ def bench(
         click.echo(json.dumps(result))
         return
     click.echo(
-        f"{result['model']}, {result['dtype']}, {result['numerics']}, {result['threads']} threads, {result['blas']}\n"
+        f"{result['model']}, {result['dtype']}, {result['numerics']} by {result['kernels']} kernels, "
+        f"{result['threads']} threads, {result['blas']}\n"
         f"decode  {result['decode_ms_per_token']:.2f} ms a token, {result['decode_gb_per_s']:.1f} GB/s, "
         f"{result['share_of_read_bandwidth']:.0%} of the {result['read_gb_per_s']:.1f} GB/s that this machine reads\n"
         f"prefill {result['prefill_tokens_per_s']:,.0f} tokens/s"
@@ -95,7 +96,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.loglog([p["context"] for p in points], [p["cached_ms"] for p in points], "o-", label="cached")
     again = [p for p in points if p["uncached_ms"] is not None]
     axes.loglog([p["context"] for p in again], [p["uncached_ms"] for p in again], "s-", label="recomputed")
-    axes.set(xlabel="tokens in context", ylabel="ms for one more token", title=f"{result['model']}, {result['numerics']}")
+    axes.set(
+        xlabel="tokens in context",
+        ylabel="ms for one more token",
+        title=f"{result['model']}, {result['numerics']} by {result['kernels']} kernels",
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     try:

@@ -277,5 +277,5 @@ def stats_rows(run: "Generation") -> list[tuple[str, str]]:
     rows.append(("KV cache", f"{run.cache.kind}, {run.cache.kv_dtype or model.dtype}: {kept}"))
     without = f"without a cache {spent.tokens_uncached:,}, about {spent.uncached_s:.2f} s"
     rows.append(("recomputing", f"{spent.tokens_computed:,} tokens computed; {without}"))
-    rows.append(("numerics", f"{model.numerics}, {model.dtype}, {model.backend.name}"))
+    rows.append(("numerics", f"{model.numerics.contract} by {model.kernels} kernels, {model.dtype}"))
     return rows
