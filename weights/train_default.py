@@ -1,7 +1,9 @@
 """Trains the model that ships with the project and writes it as a Hugging Face directory.
 
     pip install torch==2.13.0 'nanokv[train]'          # the CPU build is enough
-    python -m weights.train_default --corpora DIR --bpe DIR --out weights/default
+    python -m weights.train_default --corpora DIR --bpe DIR --out DIR
+    python -m weights.train_default --corpora DIR --bpe DIR --out weights/default --start DIR --steps 700 --rate 0.3 \
+        --dropout 0.05 --seed 1
 
 `--corpora` holds the texts that weights/corpora.py names; `--bpe` holds GPT-2's vocab.bpe
 and encoder.json. The tokenizer is the head of GPT-2's own byte-pair encoding: its 256 bytes, its first 3,839 merges, and
@@ -23,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -31,7 +33,6 @@ from nanokv.tokenizer import Tokenizer
 from weights.corpora import END, documents, held_out
 
 VOCAB, LAYERS, WIDTH, HEADS, POSITIONS = 4096, 6, 192, 6, 512
-DROPOUT = 0.1
 MATRIX_RATE, RATE = 4e-3, 2e-3  # of the blocks' matrices, by Muon, and of everything else, by AdamW
 
 
@@ -46,12 +47,12 @@ def write_tokenizer(bpe: Path, out: Path) -> Tokenizer:
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.c_fc, self.c_out = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.drop = nn.Dropout(DROPOUT)
+        self.drop = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, _ = x.shape
@@ -62,11 +63,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(VOCAB, WIDTH), nn.Embedding(POSITIONS, WIDTH)
-        self.h = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.ln_f, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(DROPOUT)
+        self.h = nn.ModuleList(Block(dropout) for _ in range(LAYERS))
+        self.ln_f, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(dropout)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 residual = name.endswith(("c_proj.weight", "c_out.weight"))
@@ -107,18 +108,32 @@ def sample(model: Model, tokenizer: Tokenizer, prompt: str, count: int = 60) -> 
     return tokenizer.decode(tokens)
 
 
+def published(name: str) -> tuple[str, bool]:
+    """GPT-2's name of a parameter, and whether it stands there in Conv1D's order, [in, out]."""
+    for ours, theirs in {"c_attn": "attn.c_attn", "c_proj": "attn.c_proj", "c_fc": "mlp.c_fc", "c_out": "mlp.c_proj"}.items():
+        if f".{ours}." in name:
+            return name.replace(ours, theirs), True
+    return name, False
+
+
 def export(model: Model) -> dict[str, np.ndarray]:
-    """GPT-2's names and its Conv1D order [in, out], in float16."""
-    names = {"c_attn": "attn.c_attn", "c_proj": "attn.c_proj", "c_fc": "mlp.c_fc", "c_out": "mlp.c_proj"}
+    """The parameters by GPT-2's names, in float16."""
     tensors = {}
     for name, value in model.state_dict().items():
+        theirs, turned = published(name)
         array = value.numpy().astype(np.float16)
-        for ours, theirs in names.items():
-            if f".{ours}." in name:
-                name, array = name.replace(ours, theirs), array.T
-                break
-        tensors[name] = np.ascontiguousarray(array)
+        tensors[theirs] = np.ascontiguousarray(array.T if turned else array)
     return tensors
+
+
+def restore(model: Model, tensors: dict[str, np.ndarray]) -> None:
+    """The inverse of export()."""
+    state = {}
+    for name in model.state_dict():
+        theirs, turned = published(name)
+        array = tensors[theirs].astype(np.float32)
+        state[name] = torch.from_numpy(np.ascontiguousarray(array.T if turned else array))
+    model.load_state_dict(state)
 
 
 CONFIG = {
@@ -136,6 +151,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=4400)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=Path, help="go on from the model in this directory")
+    parser.add_argument("--rate", type=float, default=1.0, help="share of the learning rates")
+    parser.add_argument("--dropout", type=float, default=0.1)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
@@ -154,7 +172,9 @@ def main() -> None:
     valid = torch.from_numpy(np.concatenate(streams[True]))
     print(f"{len(texts):,} documents, {len(train):,} training tokens, {len(valid):,} held out", flush=True)
 
-    model = Model()
+    model = Model(args.dropout)
+    if args.start:
+        restore(model, load_file(args.start / "model.safetensors"))
     matrices = [p for p in model.h.parameters() if p.ndim == 2]
     groups = [
         {"params": [model.wte.weight, model.wpe.weight], "weight_decay": 0.1},
@@ -167,7 +187,7 @@ def main() -> None:
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     begin, seen = time.time(), 0
     for step in range(args.steps):
-        share = min(1, (step + 1) / 200) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / args.steps)))
+        share = args.rate * min(1, (step + 1) / 200) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / args.steps)))
         for optimizer, rate in zip(optimizers, (MATRIX_RATE, RATE), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = rate * share
