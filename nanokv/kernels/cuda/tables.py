@@ -1,0 +1,44 @@
+"""attention.cu's tables from those of nanokv/kernels/layout.py, on the host."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from nanokv.backend import Array
+from nanokv.kernels.cuda.launches import TILE, Tables, queries_of
+from nanokv.kernels.layout import BEGIN, CODEC, END, FEW, FIRST, LAST, NUMBER
+
+ARRAYS = tuple(field.name for field in fields(Tables) if field.name not in ("unit_size", "most"))
+
+
+def host_tables(
+    positions: np.ndarray, runs: np.ndarray, tiles: np.ndarray, units: np.ndarray, unit_size: int, group: int, dim: int, few: int = FEW
+) -> Tables:
+    """positions [R], runs [n, 6], tiles [N, 8], units [N, T / unit_size] -> the kernels' tables, still in host memory.
+
+    Runs of at most `few` rows are shared out by tiles, the others in pieces of a block's queries.
+    """
+    assert TILE // unit_size == units.shape[1]
+    rows = runs[:, END] - runs[:, BEGIN]
+    owner, run_of = np.full(len(tiles), -1, np.int32), np.full(len(positions), -1, np.int32)
+    pieces = []
+    for n, run in enumerate(runs):
+        if rows[n] <= few:
+            owner[run[FIRST] : run[LAST]] = n
+            run_of[run[BEGIN] : run[END]] = n
+        else:
+            pieces += [(n, first) for first in range(0, int(rows[n]) * group, queries_of(dim))]
+    sources, which = np.unique(tiles[:, CODEC:], axis=0, return_inverse=True)
+    lines = np.stack([tiles[:, NUMBER], which.reshape(-1)], axis=1).astype(np.int32)
+    return Tables(
+        positions.astype(np.int32), runs.astype(np.int64), lines, sources.astype(np.int64), units.astype(np.int32), owner, run_of,
+        np.array(pieces, np.int32).reshape(-1, 2), unit_size, int(rows[rows <= few].max(initial=0)),
+    )  # fmt: skip
+
+
+def moved(tables: Tables, move: Callable[[np.ndarray], Array]) -> Tables:
+    """The same with every array through `move`."""
+    arrays: dict[str, Any] = {name: move(getattr(tables, name)) for name in ARRAYS}
+    return Tables(**arrays, unit_size=tables.unit_size, most=tables.most)
