@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nanokv import compiled_attention
 from nanokv.backend import Array, module_of
 from nanokv.kv.tile import CAUSAL, TILE, Batch, Cache, Tiles, Visibility, members_of
-from nanokv.kv.pages import Pages, tile_line
 from nanokv.numerics import COMPILED, EXACT, FAST, Numerics, in_parallel
 
 SCORE_ELEMENTS = 1 << 19  # scores that one piece of the work may hold: 2 MB in float32
@@ -80,7 +80,7 @@ def attend(
     None is 1/sqrt(D). Query head h reads key-value head h // (Hq / Hkv). A row that may see no key is 0.
     """
     if numerics is COMPILED:
-        return _attend_compiled(q, positions, tiles, scale, visibility)
+        return compiled_attention.attend(q, positions, tiles, scale, visibility)
     xp = module_of(q)
     heads, dim = q.shape[1:]
     q = q * q.dtype.type(dim**-0.5 if scale is None else scale)
@@ -174,92 +174,13 @@ def cached_attention(
 ) -> Array:
     """Writes this step's k, v [R, Hkv, D] into the cache, then lets q [R, Hq, D] attend to what it holds -> [R, Hq, D]."""
     if numerics is COMPILED:
-        return _attention_in_place(q, k, v, positions, cache, layer, scale)
+        return compiled_attention.cached_attention(q, k, v, positions, cache, layer, scale)
     out = module_of(q).empty(q.shape, dtype=q.dtype)
 
     for one, rows in members_of(cache, len(q)):
         one.write(layer, k[rows], v[rows])
         out[rows] = attend(q[rows], positions[rows], partial(one.tiles, layer), scale, one.visibility(layer), numerics)
     return out
-
-
-def _same_tile(positions: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Ascending positions [R] -> the first row and the one past the last of each tile that they lie in."""
-    last = positions // TILE
-    yield from pairwise([0, *(np.flatnonzero(last[1:] != last[:-1]) + 1).tolist(), len(positions)])
-
-
-def _attention_in_place(
-    q: Array, k: Array, v: Array, positions: np.ndarray, cache: Cache | Batch, layer: int, scale: float | None
-) -> Array:
-    """cached_attention() by the compiled kernels: all sequences in one call, their tiles read where they lie."""
-    groups: dict[tuple[int, float], list[tuple[int, int, Visibility, Pages]]] = {}
-    for one, rows in members_of(cache, len(q)):
-        one.write(layer, k[rows], v[rows])
-        for begin, end in _same_tile(positions[rows]):
-            begin, end = begin + rows.start, end + rows.start
-            pages = one.pages(layer, int(positions[begin]) // TILE)
-            groups.setdefault(pages.key, []).append((begin, end, one.visibility(layer), pages))
-    out = np.empty(q.shape, dtype=q.dtype)
-    for (unit_size, fixed), found in groups.items():
-        tables, places = [pages.table() for *_, pages in found], [pages.places() for *_, pages in found]
-        runs = [(begin, end, visibility, len(table)) for (begin, end, visibility, _), table in zip(found, tables, strict=True)]
-        _fold(q, positions, runs, np.concatenate(tables), np.concatenate(places), unit_size, k.shape[1], fixed, scale, out)
-    return out
-
-
-def _attend_compiled(
-    q: Array,
-    positions: np.ndarray,
-    tiles: Tiles | Callable[[int], Sequence[Tiles]],
-    scale: float | None,
-    visibility: Visibility,
-) -> Array:
-    """attend() by the compiled kernels."""
-    out, kept = np.empty(q.shape, dtype=q.dtype), []
-    runs, lines = [], []
-    for begin, end in _same_tile(positions):
-        last = int(positions[begin]) // TILE
-        folded = [tiles] if isinstance(tiles, Tiles) else tiles(last)
-        count = 0
-        for each in folded:
-            some = min(len(each.k), last + 1 - each.first)
-            k, v = (np.ascontiguousarray(a[:some], dtype=np.float32) for a in (each.k, each.v))
-            kept += [k, v]  # what the addresses below point at
-            for i in range(some):
-                lines.append(tile_line(each.first + i, k[i], v[i]))
-            count += some
-        runs.append((begin, end, visibility, count))
-    if runs:
-        _fold(q, positions, runs, np.array(lines), np.zeros((len(lines), 1), np.int64), TILE, kept[0].shape[2], 1.0, scale, out)
-    return out
-
-
-def _fold(
-    q: Array,
-    positions: np.ndarray,
-    found: Sequence[tuple[int, int, Visibility, int]],
-    tiles: np.ndarray,
-    units: np.ndarray,
-    unit_size: int,
-    kv_heads: int,
-    fixed: float,
-    scale: float | None,
-    out: Array,
-) -> None:
-    """Runs of rows (first, past the last, visibility, tiles that it folds) over the tiles listed one run after the other."""
-    from nanokv.kernels import compiled
-
-    ends = np.cumsum([count for *_, count in found])
-    runs = np.array(
-        [
-            (begin, end, last - count, last, visibility.window or 0, visibility.sinks)
-            for (begin, end, visibility, count), last in zip(found, ends.tolist(), strict=True)
-        ],
-        dtype=np.int64,
-    )
-    scale = q.shape[2] ** -0.5 if scale is None else scale
-    compiled.attend(q, positions, runs, tiles, units, unit_size, kv_heads, fixed, scale, out)
 
 
 def naive_attention(

@@ -16,7 +16,9 @@ from numba import prange
 from nanokv.kernels.compiling import jit
 from nanokv.kernels.decoding import decode_row
 from nanokv.kernels.functions import F, LOWEST, combine_lanes, exp
-from nanokv.kernels.layout import BEGIN, CODEC, END, FIRST, KEYS, LAST, NUMBER, SINKS, TILE, VALUES, WINDOW
+from nanokv.kernels.layout import (
+    BEGIN, CODEC, END, FIRST, HIGH, KEYS, LAST, LOW, NUMBER, QUERY, SINKS, TILE, VALUES, WINDOW,
+)  # fmt: skip
 from nanokv.kernels.linear import SEGMENT
 from nanokv.kernels.simd import add, first, fma1, load, product, splat, store, sub, transpose
 
@@ -51,18 +53,22 @@ def _load_tile(tile: Any, units: Any, unit_size: Any, fixed: Any, h: Any, heads:
         for i in range(min(16, count - t)):
             slot = units[(t + i) // unit_size] * unit_size + (t + i) % unit_size
             decode_row(tile[CODEC], fixed, tile[KEYS:VALUES], True, slot, h, heads, dim, rows.ctypes.data + i * width * 4)
-            decode_row(tile[CODEC], fixed, tile[VALUES:], False, slot, h, heads, dim, values.ctypes.data + (t + i) * wide * 4)
+            decode_row(tile[CODEC], fixed, tile[VALUES:QUERY], False, slot, h, heads, dim, values.ctypes.data + (t + i) * wide * 4)
         for d in range(0, width, 16):
             transpose(rows.ctypes.data + d * 4, width, keys.ctypes.data + (d * TILE + t) * 4, TILE)
 
 
 @jit()
-def _weigh(scores: Any, start: Any, count: Any, position: Any, window: Any, sinks: Any) -> Any:
-    """A row of scores [128] of the keys from position `start` on becomes weights in place -> m, l."""
-    for t in range(count):
-        key = start + t
-        if key > position or (window > 0 and position - key >= window and key >= sinks):
-            scores[t] = F(-np.inf)
+def _weigh(scores: Any, tile: Any, count: Any, position: Any, window: Any, sinks: Any) -> Any:
+    """A row of scores [128] of a tile's keys becomes weights in place -> m, l."""
+    start = tile[NUMBER] * TILE
+    inside = start >= tile[LOW] and start + count <= tile[HIGH] and (window == 0 or position - start < window)
+    if not inside or start + count - 1 > position:
+        for t in range(count):
+            key = start + t
+            gone = window > 0 and position - key >= window and key >= sinks
+            if key > position or gone or key < tile[LOW] or key >= tile[HIGH]:
+                scores[t] = F(-np.inf)
     for t in range(count, TILE):
         scores[t] = F(-np.inf)
     m = LOWEST
@@ -84,10 +90,28 @@ def _partial(query: Any, group: Any, positions: Any, run: Any, tile: Any, count:
     scores[:] = F(0)
     _times(query.ctypes.data, dim, rows, keys.ctypes.data, TILE, dim, TILE if count > 64 else 64, scores.ctypes.data, TILE)
     for r in range(rows):
-        m[r], l[r] = _weigh(scores[r], tile[NUMBER] * TILE, count, positions[r // group], run[WINDOW], run[SINKS])
+        m[r], l[r] = _weigh(scores[r], tile, count, positions[r // group], run[WINDOW], run[SINKS])
     o[:] = F(0)
     wide = values.shape[1]
     _times(scores.ctypes.data, TILE, rows, values.ctypes.data, wide, count, wide, o.ctypes.data, wide)
+    for r in range(rows):
+        _silence(scores[r], values, count, o[r])
+
+
+@jit()
+def _silence(weights: Any, values: Any, count: Any, o: Any) -> None:
+    """Zero times a value that is not finite is NaN, but a key that weighs nothing must not show: where a sum is not finite it
+    is made again without those keys. (Where it is finite, leaving them out changes nothing.)"""
+    for d in range(len(o)):
+        if not np.isfinite(o[d]):
+            total = F(0)
+            for k in range(0, count, SEGMENT):
+                chain = F(0)
+                for t in range(k, min(k + SEGMENT, count)):
+                    if weights[t] != F(0):
+                        chain = fma1(weights[t], values[t, d], chain)
+                total += chain
+            o[d] = total
 
 
 @jit()
@@ -127,8 +151,9 @@ def _queries(q: Any, h: Any, group: Any, scale: Any, out: Any) -> None:
 
 
 @jit(parallel=True)
-def attend_few(q: Any, positions: Any, runs: Any, tiles: Any, units: Any, unit_size: Any, heads: Any, fixed: Any, scale: Any, out: Any) -> None:
-    """Runs of at most FEW rows, by tiles. q, out [R, Hq, D], positions [R], runs, tiles and units as listed above."""
+def attend_few(q: Any, q_sinks: Any, runs: Any, positions: Any, tiles: Any, units: Any, unit_size: Any, heads: Any, fixed: Any, scale: Any, out: Any) -> None:
+    """Runs of at most FEW rows, by tiles. q, q_sinks, out [R, Hq, D], positions [R], runs and tiles as in layout.py, the units
+    of each tile [N, 128 / unit_size]."""
     group, dim = q.shape[1] // heads, q.shape[2]
     wide, width = (dim + 63) // 64 * 64, (dim + 15) // 16 * 16
     lines = 0
@@ -148,7 +173,7 @@ def attend_few(q: Any, positions: Any, runs: Any, tiles: Any, units: Any, unit_s
         keys, values = np.empty((width, TILE), np.float32), np.zeros((TILE, wide), np.float32)
         decoded = np.zeros((16, width), np.float32)
         for h in range(heads):
-            _queries(here, h, group, scale, query)
+            _queries(here if tiles[at, QUERY] == 0 else q_sinks[run[BEGIN] : run[END]], h, group, scale, query)
             _load_tile(tiles[at], units[at], unit_size, fixed, h, heads, dim, count, decoded, keys, values)
             _partial(query, group, where, run, tiles[at], count, keys, values, scores, m[at, h, :rows], l[at, h, :rows], o[at, h, :rows])
     for task in prange(len(runs) * heads):
@@ -161,7 +186,7 @@ def attend_few(q: Any, positions: Any, runs: Any, tiles: Any, units: Any, unit_s
 
 
 @jit(parallel=True)
-def attend_many(q: Any, positions: Any, runs: Any, tiles: Any, units: Any, unit_size: Any, heads: Any, fixed: Any, scale: Any, out: Any) -> None:
+def attend_many(q: Any, q_sinks: Any, runs: Any, positions: Any, tiles: Any, units: Any, unit_size: Any, heads: Any, fixed: Any, scale: Any, out: Any) -> None:
     """Runs of any number of rows, by runs and heads. Arguments as attend_few's."""
     group, dim = q.shape[1] // heads, q.shape[2]
     wide, width = (dim + 63) // 64 * 64, (dim + 15) // 16 * 16
@@ -173,8 +198,9 @@ def attend_many(q: Any, positions: Any, runs: Any, tiles: Any, units: Any, unit_
         keys, values = np.empty((width, TILE), np.float32), np.zeros((TILE, wide), np.float32)
         decoded = np.zeros((16, width), np.float32)
         m, l, o = np.empty((2, rows), np.float32), np.empty((2, rows), np.float32), np.empty((2, rows, wide), np.float32)  # noqa: E741
-        _queries(here, h, group, scale, query)
         for at in range(run[FIRST], run[LAST]):
+            if at == run[FIRST] or tiles[at, QUERY] != tiles[at - 1, QUERY]:
+                _queries(here if tiles[at, QUERY] == 0 else q_sinks[run[BEGIN] : run[END]], h, group, scale, query)
             count = _seen(tiles[at], where)
             _load_tile(tiles[at], units[at], unit_size, fixed, h, heads, dim, count, decoded, keys, values)
             which = 0 if at == run[FIRST] else 1

@@ -69,6 +69,7 @@ def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, adjacent: bool) -> n
 
 def attend(
     q: np.ndarray,
+    q_sinks: np.ndarray,
     positions: np.ndarray,
     runs: np.ndarray,
     tiles: np.ndarray,
@@ -79,13 +80,14 @@ def attend(
     scale: float,
     out: np.ndarray,
 ) -> None:
-    """Runs of rows over the tiles that layout.py's tables list: q, out [R, Hq, D], positions [R], runs [n, 6], tiles [N, 8],
+    """Runs of rows over the tiles that layout.py's tables list: q, q_sinks, out [R, Hq, D], positions [R], runs, tiles [N, …],
     units [N, T / unit_size]. `fixed` is fp8's scale. Rows that no run names are left as they are."""
     many = runs[:, END] - runs[:, BEGIN] > FEW
-    q, rest = _solid(q), (units, unit_size, kv_heads, F(fixed), F(scale), out)
+    one = _solid(q)
+    rest = positions, tiles, units, unit_size, kv_heads, F(fixed), F(scale), out
     for chosen, kernel in ((runs[~many], attention.attend_few), (runs[many], attention.attend_many)):
         if len(chosen):
-            kernel(q, positions, chosen, tiles, *rest)
+            kernel(one, one if q_sinks is q else _solid(q_sinks), chosen, *rest)
 
 
 def settings() -> dict[str, Any]:

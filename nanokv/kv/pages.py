@@ -39,6 +39,7 @@ class Pages:
         count = len(self.numbers)
         lines[:count, layout.NUMBER] = self.numbers
         lines[:count, layout.CODEC] = codec_number(self.storage.codec)
+        lines[:count, layout.HIGH] = layout.NO_LIMIT
         for column, planes in ((layout.KEYS, self.storage.k), (layout.VALUES, self.storage.v)):
             for i, plane in enumerate(planes):
                 lines[:count, column + i] = address(plane) + self.layer * plane.strides[0]
@@ -56,7 +57,8 @@ class Pages:
 def tile_line(number: int, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     """A line for a tile k, v [T, H, D] of consecutive float32 tokens."""
     line = np.zeros(layout.TILE_COLUMNS, np.int64)
-    line[[layout.NUMBER, layout.CODEC, layout.KEYS, layout.VALUES]] = number, layout.FLOAT32, address(k), address(v)
+    line[[layout.NUMBER, layout.CODEC, layout.HIGH]] = number, layout.FLOAT32, layout.NO_LIMIT
+    line[[layout.KEYS, layout.VALUES]] = address(k), address(v)
     return line
 
 

@@ -1,0 +1,131 @@
+"""What nanokv.attention does with compiled kernels: tables of which rows fold which tiles, and one call for all of them.
+
+Keys and values are read where they lie (nanokv/kv/pages.py); the arithmetic is nanokv/kernels/attention.py.
+
+Symbols as in nanokv/attention.py.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from nanokv.kernels import layout
+from nanokv.kv.pages import tile_line
+from nanokv.kv.tile import TILE, Batch, Cache, Tiles, Visibility, members_of
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Rows begin .. end - 1, which lie in one tile, and what they fold: lines and places as Pages gives them."""
+
+    begin: int
+    end: int
+    visibility: Visibility
+    lines: np.ndarray
+    places: np.ndarray
+
+
+def cached_attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    positions: np.ndarray,
+    cache: Cache | Batch,
+    layer: int,
+    scale: float | None,
+    q_sinks: np.ndarray | None = None,
+) -> np.ndarray:
+    """nanokv.attention.cached_attention, all sequences in one call.
+
+    `q_sinks` [R, Hq, D] meets the sinks in place of q, where a cache is streaming and has some.
+    """
+    groups: dict[tuple[int, float], list[_Run]] = {}
+    for one, rows in members_of(cache, len(q)):
+        one.write(layer, k[rows], v[rows])
+        visibility = one.visibility(layer)
+        for first, stop in _same_tile(positions[rows]):
+            begin, end = first + rows.start, stop + rows.start
+            pages = one.pages(layer, int(positions[begin]) // TILE)
+            lines, places = pages.table(), pages.places()
+            if q_sinks is not None and visibility.streaming and visibility.sinks:
+                lines, places = _sinks_apart(lines, places, visibility.sinks)
+            groups.setdefault(pages.key, []).append(_Run(begin, end, visibility, lines, places))
+    out = np.empty(q.shape, dtype=np.float32)
+    for (unit_size, fixed), runs in groups.items():
+        _fold(q, q if q_sinks is None else q_sinks, positions, runs, unit_size, k.shape[1], fixed, scale, out)
+    return out
+
+
+def attend(
+    q: np.ndarray,
+    positions: np.ndarray,
+    tiles: Tiles | Callable[[int], Sequence[Tiles]],
+    scale: float | None,
+    visibility: Visibility,
+    q_sinks: np.ndarray | None = None,
+) -> np.ndarray:
+    """nanokv.attention.attend."""
+    out = np.empty(q.shape, dtype=np.float32)
+    kept, runs = [], []
+    for begin, end in _same_tile(positions):
+        last = int(positions[begin]) // TILE
+        lines = []
+        for each in [tiles] if isinstance(tiles, Tiles) else tiles(last):
+            some = min(len(each.k), last + 1 - each.first)
+            k, v = (np.ascontiguousarray(a[:some], dtype=np.float32) for a in (each.k, each.v))
+            kept.append((k, v))  # what the lines point at
+            lines += [tile_line(each.first + i, k[i], v[i]) for i in range(some)]
+        table, places = np.array(lines), np.zeros((len(lines), 1), np.int64)
+        if q_sinks is not None:
+            table, places = _sinks_apart(table, places, visibility.sinks)
+        runs.append(_Run(begin, end, visibility, table, places))
+    if runs:
+        _fold(q, q if q_sinks is None else q_sinks, positions, runs, TILE, kept[0][0].shape[2], 1.0, scale, out)
+    return out
+
+
+def _same_tile(positions: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Ascending positions [R] -> the first row and the one past the last of each tile that they lie in."""
+    if len(positions) == 1:
+        yield 0, 1
+    elif len(positions):
+        last = positions // TILE
+        yield from pairwise([0, *(np.flatnonzero(last[1:] != last[:-1]) + 1).tolist(), len(positions)])
+
+
+def _sinks_apart(lines: np.ndarray, places: np.ndarray, sinks: int) -> tuple[np.ndarray, np.ndarray]:
+    """The tiles that hold sinks once more, first, for the other query and for the sinks alone; all for the rest."""
+    count = int((lines[:, layout.NUMBER] * TILE < sinks).sum())  # they come first
+    both = np.concatenate([lines[:count], lines])
+    both[:count, [layout.QUERY, layout.HIGH]] = 1, sinks
+    both[count:, layout.LOW] = sinks
+    return both, np.concatenate([places[:count], places])
+
+
+def _fold(
+    q: np.ndarray,
+    q_sinks: np.ndarray,
+    positions: np.ndarray,
+    runs: Sequence[_Run],
+    unit_size: int,
+    kv_heads: int,
+    fixed: float,
+    scale: float | None,
+    out: np.ndarray,
+) -> None:
+    from nanokv.kernels import compiled
+
+    table, first = np.empty((len(runs), layout.RUN_COLUMNS), np.int64), 0
+    for i, run in enumerate(runs):
+        last = first + len(run.lines)
+        table[i] = run.begin, run.end, first, last, run.visibility.window or 0, run.visibility.sinks
+        first = last
+    lines, places = (
+        (runs[0].lines, runs[0].places)
+        if len(runs) == 1
+        else (np.concatenate([run.lines for run in runs]), np.concatenate([run.places for run in runs]))
+    )
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    compiled.attend(q, q_sinks, positions, table, lines, places, unit_size, kv_heads, fixed, scale, out)

@@ -1,0 +1,156 @@
+"""Every compiled kernel equals the slow oracle, bit for bit, and is as near to the truth as docs/numerics.md says."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanokv.attention import attend, naive_attention
+from nanokv.kv.tile import TILE, Tiles, Visibility
+from nanokv.numerics import COMPILED, activate, layer_norm, linear, rms_norm, swiglu
+from nanokv.rope import rotate
+from tests.kernels import oracle
+from tests.support import examples, head_counts
+
+pytest.importorskip("numba", reason="not run: numba is not installed (pip install 'nanokv[cpu]')")
+
+from nanokv.kernels import compiled  # noqa: E402
+
+SEEDS = st.integers(0, 1 << 30)
+WIDTHS = st.one_of(st.integers(1, 200), st.sampled_from([64, 128, 576, 768]))
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    """Mostly of the size of one, and some of every size, zeros and denormals among them."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape).astype(np.float32)
+    wild = rng.random(shape)
+    x[wild < 0.02] = 0
+    x[(wild > 0.02) & (wild < 0.03)] *= np.float32(1e-42)
+    x[wild > 0.98] *= np.float32(1e6)
+    return x
+
+
+def same(a: np.ndarray, b: np.ndarray) -> bool:
+    return np.array_equal(a, b, equal_nan=True)
+
+
+def test_the_oracles_fma_rounds_once():
+    """Where a product rounded to float32 first, or a sum rounded to float64 and again, would give another number."""
+    one, tiny = np.float32(1), np.float32(2.0**-24)
+    up = one + np.float32(2.0**-23)
+    assert oracle.fma(up, up, -one) == np.float32(2.0**-22 + 2.0**-46)
+    # 1 + 2^-24 is a tie, broken upwards by 2^-78: float64 cannot hold the sum, to odd it can
+    assert oracle.fma(np.float32(2.0**-39), np.float32(2.0**-39), np.float32(1)) == one
+    assert oracle.fma(one, tiny, np.float32(1)) == one
+    assert oracle.fma(one + np.float32(2.0**-23), tiny, np.float32(1)) == up
+    exact = np.float32(1 + 2.0**-12)
+    assert oracle.fma(exact, exact, np.float32(2.0**-60)) == np.float32(math.nextafter(1 + 2.0**-11 + 2.0**-24, 2))
+
+
+@given(SEEDS, st.integers(1, 20), WIDTHS, st.integers(1, 200), st.booleans())
+def test_a_product_is_the_oracles(seed, rows, width, outputs, with_bias):
+    x, weight = normal(seed, rows, width), normal(seed + 1, outputs, width)
+    bias = normal(seed + 2, outputs) if with_bias else None
+    assert same(linear(x, weight, bias, COMPILED), oracle.linear(x, weight, bias))
+
+
+@given(SEEDS, st.integers(1, 300), WIDTHS, st.integers(1, 200), st.data())
+def test_a_row_of_a_product_does_not_know_its_companions(seed, rows, width, outputs, draw):
+    x, weight = normal(seed, rows, width), normal(seed + 1, outputs, width)
+    some = draw.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=20))
+    assert same(linear(x[some], weight, numerics=COMPILED), linear(x, weight, numerics=COMPILED)[some])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["x", "weight"])
+def test_what_is_not_finite_comes_out_as_numpy_has_it(value, where):
+    """In the first panel, a later segment and the last, padded panel; the other rows and outputs stay finite."""
+    x, weight = np.ones((3, 70), np.float32), np.ones((130, 70), np.float32)
+    {"x": x, "weight": weight}[where][1, 66] = value
+    with np.errstate(invalid="ignore"):
+        expected = (x[:, None, :] * weight).sum(axis=-1)
+    assert same(linear(x, weight, numerics=COMPILED), expected)
+
+
+@given(SEEDS, st.integers(1, 40), WIDTHS)
+def test_rows_are_the_oracles(seed, rows, width):
+    x, weight, bias = normal(seed, rows, width), normal(seed + 1, width), normal(seed + 2, width)
+    assert same(layer_norm(x, weight, bias, 1e-5, COMPILED), oracle.layer_norm(x, weight, bias, 1e-5))
+    assert same(rms_norm(x, weight, 1e-5, COMPILED), oracle.rms_norm(x, weight, 1e-5))
+    assert same(activate(x.copy(), "gelu_new", COMPILED), oracle.gelu_new(x))
+    both = normal(seed + 3, rows, 2 * width)
+    with np.errstate(over="ignore"):
+        assert same(swiglu(both, COMPILED), oracle.swiglu(both))
+
+
+@given(SEEDS, st.integers(1, 9), st.integers(1, 4), st.integers(1, 40), st.booleans())
+def test_a_rotation_is_the_oracles(seed, rows, heads, half, adjacent):
+    x, angles = normal(seed, rows, heads, 2 * half), normal(seed + 1, rows, 1, half)
+    cos, sin = np.cos(angles), np.sin(angles)
+    assert same(rotate(x, cos, sin, adjacent, COMPILED), oracle.rotate(x, cos, sin, adjacent))
+
+
+def as_tiles(array: np.ndarray) -> np.ndarray:
+    """[S, H, D] -> [n, T, H, D], zeros behind."""
+    return np.pad(array, ((0, -len(array) % TILE), (0, 0), (0, 0))).reshape(-1, TILE, *array.shape[1:])
+
+
+@examples(15)
+@given(SEEDS, st.integers(1, 300), head_counts(), st.integers(1, 70),
+       st.one_of(st.just(Visibility()), st.builds(Visibility, st.integers(1, 200), st.integers(0, 5))), st.data())  # fmt: skip
+def test_attention_is_the_oracles(seed, length, heads, dim, visibility, draw):
+    """Few rows and many (more than 8 of one tile), any head width, windows and sinks."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal((length, count, dim)).astype(np.float32) for count in (heads[0], heads[1], heads[1]))
+    tiles = Tiles(as_tiles(k), as_tiles(v))
+    whole = attend(q, np.arange(length), tiles, visibility=visibility, numerics=COMPILED)
+    some = np.array(sorted(draw.draw(st.sets(st.integers(0, length - 1), min_size=1, max_size=3))))
+    assert same(attend(q[some], some, tiles, visibility=visibility, numerics=COMPILED), whole[some])
+    assert same(oracle.attend(q[some], some, k, v, dim**-0.5, visibility), whole[some])
+    truth = naive_attention(*(a.astype(np.float64) for a in (q, k, v)), np.arange(length), visibility=visibility)
+    assert np.allclose(whole, truth, rtol=0, atol=1e-5)  # values are of the size of one, weights add up to one
+
+
+def test_exp_keeps_its_bound_and_its_corners():
+    """1e-7 is the bound that docs/numerics.md states; some two million arguments, evenly and by every exponent."""
+    xs = np.concatenate([-np.linspace(0, 87, 1 << 20), -np.exp(np.linspace(-80, np.log(87), 1 << 20))]).astype(np.float32)
+    ours, truth = oracle.exp(xs), np.exp(xs.astype(np.float64))
+    assert np.abs(ours / truth - 1).max() < 1e-7
+    corners = oracle.exp(np.array([0, -0.0, -87.01, -np.inf, np.finfo(np.float32).min, np.nan], np.float32))
+    assert same(corners, np.array([1, 1, 0, 0, 0, np.nan], np.float32))
+
+
+def test_sigmoid_and_gelu_keep_their_bounds():
+    """Three roundings beside exp's error: 2.5e-7 of the result; GELU's argument z carries three more, times |z|."""
+    x = np.linspace(-80, 80, 1 << 18).astype(np.float32)[None]
+    wide = x.astype(np.float64)
+    silu = wide / (1 + np.exp(-wide))
+    ours = swiglu(np.concatenate([x, np.ones_like(x)], axis=-1), COMPILED)
+    assert np.all(np.abs(ours - silu) <= 2.5e-7 * np.abs(silu))
+    z = 2 * np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)
+    near = np.abs(z) < 80
+    gelu = wide / (1 + np.exp(np.minimum(-z, 700)))
+    error = np.abs(activate(x.copy(), "gelu_new", COMPILED) - gelu)
+    assert np.all((error <= (2.5e-7 + 3 * 6e-8 * np.abs(z)) * np.abs(gelu))[near])
+    assert np.all(error[~near] <= 1e-30 + 6e-8 * np.abs(gelu[~near]))
+
+
+def test_what_runs_is_said():
+    linear(normal(0, 1, 8), normal(1, 8, 8), numerics=COMPILED)
+    assert compiled.settings()["layer"] in ("omp", "tbb", "workqueue")
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_a_hidden_key_does_not_show_even_if_it_is_not_finite(rows, value):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((40, 2, 16)).astype(np.float32) for _ in range(3))
+    at = np.arange(20 - rows, 20)
+    clean = attend(q[at], at, Tiles(as_tiles(k), as_tiles(v)), numerics=COMPILED)
+    k[20:], v[20:] = value, value
+    padded = Tiles(as_tiles(k), as_tiles(v))
+    q, at = np.concatenate([q[at], q[39:]]), np.append(at, 39)  # a later row of the same run sees them
+    assert same(attend(q, at, padded, numerics=COMPILED)[:-1], clean)
