@@ -7,7 +7,8 @@
 // A block's queries are consecutive ones of one run: rows of one sequence that lie in the same tile, times the G heads that
 // read one key-value head; query i of a run is row i / G, head h G + i % G. The tables (tables.py makes them):
 //   runs [n, 6]     first row, past the last; first tile in the list, past the last; window (0: none), sinks
-//   tiles [N, 2]    number, and which of the sources it lies in
+//   tiles [N, 5]    number, which of the sources it lies in, which query it meets (0: q, 1: q_sinks), and the positions
+//                   low .. high - 1 to which it is limited
 //   sources [s, 7]  KV format, addresses of three planes of keys and three of values: a layer's storage, or a tile apart
 //   units [N, 128 / unit_size]   which unit of its source holds each part of a tile: the block table
 //
@@ -21,7 +22,7 @@
 #define CODE_GROUP 32  // of int4
 
 enum { BEGIN, END, FIRST, LAST, WINDOW, SINKS, RUN_COLUMNS };
-enum { NUMBER, SOURCE_ROW, TILE_COLUMNS };
+enum { NUMBER, SOURCE_ROW, QUERY, LOW, HIGH, TILE_COLUMNS };
 enum { CODEC, KEYS, VALUES = 4, SOURCE_COLUMNS = 7 };
 enum { FLOAT32, FLOAT16, BFLOAT16, INT8, FP8, FP8_FIXED, INT4 };
 
@@ -80,9 +81,11 @@ template <int FORMAT> __device__ __forceinline__ void four_channels(const Planes
 // Which queries a block has, and what they may see.
 template <int QUERIES> struct Work {
     int row, lines, first, group, head, position, last_position, window, sinks;  // `first`: its first query in the run
+    int low, high;                                                               // limits of the tile at hand
     __device__ __forceinline__ Work(In<long long> run, In<int> positions, int first, int group, int head)
         : row((int)run[BEGIN]), lines(min(QUERIES, (int)(run[END] - run[BEGIN]) * group - first)), first(first), group(group),
-          head(head), position(0), last_position(0), window((int)run[WINDOW]), sinks((int)run[SINKS]) {
+          head(head), position(0), last_position(0), window((int)run[WINDOW]), sinks((int)run[SINKS]),
+          low(0), high(0) {
         if (lines > 0) {
             position = positions[row_of(0)];
             last_position = positions[row_of(lines - 1)];
@@ -91,11 +94,11 @@ template <int QUERIES> struct Work {
     __device__ __forceinline__ int row_of(int q) const { return row + (first + q) / group; }
     __device__ __forceinline__ int head_of(int q) const { return head * group + (first + q) % group; }
     __device__ __forceinline__ bool sees(int position, int key) const {
-        return key <= position && (window == 0 || position - key < window || key < sinks);
+        return key <= position && (window == 0 || position - key < window || key < sinks) && low <= key && key < high;
     }
     // Whether any of its queries sees the key.
     __device__ __forceinline__ bool wants(int key) const {
-        return key <= last_position && (window == 0 || position - key < window || key < sinks);
+        return key <= last_position && (window == 0 || position - key < window || key < sinks) && low <= key && key < high;
     }
 };
 
@@ -225,11 +228,14 @@ __device__ void weigh_values(const Planes& planes, const Work<QUERIES>& work, co
         for (int q = 0; q < QUERIES; q++) chain[q] = 0.0f;
         for (int t = segment * SEGMENT; t < (segment + 1) * SEGMENT; t++) {
             int slot = memory.slots[t];
-            if (slot < 0) continue;  // its weight is 0 for every query
+            if (slot < 0) continue;  // nobody sees it
             float value = channel<FORMAT>(planes, slot, d);
 #pragma unroll
             for (int q = 0; q < QUERIES; q++)
-                if (q < work.lines) chain[q] = madd(memory.weights[q * TILE + t], value, chain[q]);
+                if (q < work.lines) {
+                    float weight = memory.weights[q * TILE + t];
+                    if (weight != 0.0f) chain[q] = madd(weight, value, chain[q]);  // 0 hides a value that is not finite
+                }
         }
 #pragma unroll
         for (int q = 0; q < QUERIES; q++)
@@ -250,9 +256,11 @@ __device__ void tile_in_format(In<long long> source, const Work<QUERIES>& work, 
 
 // One tile's partial result for the block's queries: m, l in memory.m and .l, o as two segments in memory.staged.
 template <int QUERIES>
-__device__ void partial_result(In<int> tile, In<long long> sources, In<int> units, int unit_size, const Work<QUERIES>& work,
+__device__ void partial_result(In<int> tile, In<long long> sources, In<int> units, int unit_size, Work<QUERIES>& work,
                                const Memory<QUERIES>& memory, int heads, int dim, float fixed) {
     int start = tile[NUMBER] * TILE;
+    work.low = tile[LOW];
+    work.high = tile[HIGH];
     In<long long> source = sources + tile[SOURCE_ROW] * SOURCE_COLUMNS;
     find_slots(units, unit_size, work, start, memory.slots);
     switch ((int)source[CODEC]) {
@@ -275,14 +283,14 @@ template <int QUERIES> __device__ __forceinline__ float value_of(const Memory<QU
 // Grid (N, H, ceil(most G / Q)), 128 threads, Memory<Q>::words(D) words of shared memory.
 template <int QUERIES>
 __global__ void __launch_bounds__(THREADS)
-    attend_tiles(In<float> q, In<int> positions, In<long long> runs, In<int> tiles, In<long long> sources, In<int> owner, In<int> units, int unit_size,
+    attend_tiles(In<float> q, In<float> q_sinks, In<int> positions, In<long long> runs, In<int> tiles, In<long long> sources, In<int> owner, In<int> units, int unit_size,
                  float fixed, float scale, Out<float> m, Out<float> l, Out<float> o, int heads, int kv_heads, int dim, int most) {
     int at = blockIdx.x;
     if (owner[at] < 0) return;
     Work<QUERIES> work(runs + (long long)owner[at] * RUN_COLUMNS, positions, blockIdx.z * QUERIES, heads / kv_heads, blockIdx.y);
     if (work.lines <= 0) return;
     Memory<QUERIES> memory(dim);
-    load_queries(q, work, memory, heads, dim, scale);
+    load_queries(tiles[(long long)at * TILE_COLUMNS + QUERY] ? q_sinks : q, work, memory, heads, dim, scale);
     partial_result(tiles + (long long)at * TILE_COLUMNS, sources, units + (long long)at * (TILE / unit_size), unit_size, work, memory,
                    kv_heads, dim, fixed);
     for (int i = threadIdx.x; i < work.lines * dim; i += THREADS) {
@@ -332,20 +340,23 @@ __global__ void __launch_bounds__(THREADS) combine_tiles(In<float> m, In<float> 
 // Memory<Q>::words(D) + Q (D + 4) words of shared memory.
 template <int QUERIES>
 __global__ void __launch_bounds__(THREADS)
-    attend_rows(In<float> q, In<int> positions, In<long long> runs, In<int> tiles, In<long long> sources, In<int> pieces, In<int> units, int unit_size,
+    attend_rows(In<float> q, In<float> q_sinks, In<int> positions, In<long long> runs, In<int> tiles, In<long long> sources, In<int> pieces, In<int> units, int unit_size,
                 float fixed, float scale, Out<float> out, int heads, int kv_heads, int dim) {
     In<long long> run = runs + (long long)pieces[2 * blockIdx.x] * RUN_COLUMNS;
     Work<QUERIES> work(run, positions, pieces[2 * blockIdx.x + 1], heads / kv_heads, blockIdx.y);
     Memory<QUERIES> memory(dim);
     int thread = threadIdx.x, at = Memory<QUERIES>::words(dim);
     Shared<float> o = shared<float>(at), m = shared<float>(at + QUERIES * dim), l = m + QUERIES, old = l + QUERIES, fresh = old + QUERIES;
-    load_queries(q, work, memory, heads, dim, scale);
     for (int i = thread; i < work.lines * dim; i += THREADS) o[i] = 0.0f;
     if (thread < work.lines) {
         m[thread] = LOWEST;
         l[thread] = 0.0f;
     }
+    int loaded = -1;
     for (long long tile = run[FIRST]; tile < run[LAST]; tile++) {
+        int which = tiles[tile * TILE_COLUMNS + QUERY];
+        if (which != loaded) load_queries(which ? q_sinks : q, work, memory, heads, dim, scale);
+        loaded = which;
         partial_result(tiles + tile * TILE_COLUMNS, sources, units + tile * (TILE / unit_size), unit_size, work, memory, kv_heads, dim, fixed);
         if (thread < work.lines) {
             float both = fmaxf(m[thread], memory.m[thread]);

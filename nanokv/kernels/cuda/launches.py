@@ -105,7 +105,7 @@ class Tables:
 
     positions: Array  # [R] int32
     runs: Array  # [n, 6] int64
-    tiles: Array  # [N, 2] int32
+    tiles: Array  # [N, 5] int32
     sources: Array  # [s, 7] int64
     units: Array  # [N, T / unit_size] int32
     owner: Array  # [N] int32, -1: not for attend_tiles
@@ -116,14 +116,22 @@ class Tables:
 
 
 def attend(
-    device: Device, q: Array, tables: Tables, kv_heads: int, fixed: float, scale: float, out: Array, partial: tuple[Array, ...]
+    device: Device,
+    q: Array,
+    q_sinks: Array,
+    tables: Tables,
+    kv_heads: int,
+    fixed: float,
+    scale: float,
+    out: Array,
+    partial: tuple[Array, ...],
 ) -> None:
-    """q, out [R, Hq, D]: runs of a few rows by attend_tiles and combine_tiles, whose partial results m, l [N, most, Hq] and
+    """q, q_sinks, out [R, Hq, D]: runs of a few rows by attend_tiles and combine_tiles, whose partial results m, l [N, most, Hq] and
     o [N, most, Hq, D] are scratch; the rows of `pieces` by attend_rows."""
     heads, dim = q.shape[1:]
     queries, group = queries_of(dim), heads // kv_heads
     common = tables.units, _i(tables.unit_size), np.float32(fixed), np.float32(scale)
-    places = q, tables.positions, tables.runs, tables.tiles, tables.sources
+    places = q, q_sinks, tables.positions, tables.runs, tables.tiles, tables.sources
     if tables.most:
         grid = len(tables.tiles), kv_heads, -(-tables.most * group // 8)
         arguments = [*places, tables.owner, *common, *partial, _i(heads), _i(kv_heads), _i(dim), _i(tables.most)]

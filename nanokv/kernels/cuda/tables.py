@@ -8,7 +8,7 @@ import numpy as np
 
 from nanokv.backend import Array
 from nanokv.kernels.cuda.launches import TILE, Tables, queries_of
-from nanokv.kernels.layout import BEGIN, CODEC, END, FEW, FIRST, LAST, NUMBER
+from nanokv.kernels.layout import BEGIN, CODEC, END, FEW, FIRST, HIGH, LAST, LOW, NUMBER, QUERY
 
 ARRAYS = tuple(field.name for field in fields(Tables) if field.name not in ("unit_size", "most"))
 
@@ -16,7 +16,7 @@ ARRAYS = tuple(field.name for field in fields(Tables) if field.name not in ("uni
 def host_tables(
     positions: np.ndarray, runs: np.ndarray, tiles: np.ndarray, units: np.ndarray, unit_size: int, group: int, dim: int, few: int = FEW
 ) -> Tables:
-    """positions [R], runs [n, 6], tiles [N, 8], units [N, T / unit_size] -> the kernels' tables, still in host memory.
+    """positions [R], runs [n, 6], tiles [N, 11], units [N, T / unit_size] -> the kernels' tables, still in host memory.
 
     Runs of at most `few` rows are shared out by tiles, the others in pieces of a block's queries.
     """
@@ -30,11 +30,17 @@ def host_tables(
             run_of[run[BEGIN] : run[END]] = n
         else:
             pieces += [(n, first) for first in range(0, int(rows[n]) * group, queries_of(dim))]
-    sources, which = np.unique(tiles[:, CODEC:], axis=0, return_inverse=True)
-    lines = np.stack([tiles[:, NUMBER], which.reshape(-1)], axis=1).astype(np.int32)
+    sources, which = np.unique(tiles[:, CODEC:QUERY], axis=0, return_inverse=True)
+    limits = np.minimum(tiles[:, [LOW, HIGH]], np.iinfo(np.int32).max)
+    lines = np.column_stack([tiles[:, NUMBER], which.reshape(-1), tiles[:, QUERY], limits])
+
+    def solid(table: np.ndarray, dtype: type) -> np.ndarray:
+        return np.ascontiguousarray(table, dtype=dtype)  # a table put together by columns may lie by columns
+
     return Tables(
-        positions.astype(np.int32), runs.astype(np.int64), lines, sources.astype(np.int64), units.astype(np.int32), owner, run_of,
-        np.array(pieces, np.int32).reshape(-1, 2), unit_size, int(rows[rows <= few].max(initial=0)),
+        solid(positions, np.int32), solid(runs, np.int64), solid(lines, np.int32), solid(sources, np.int64),
+        solid(units, np.int32), owner, run_of, np.array(pieces, np.int32).reshape(-1, 2), unit_size,
+        int(rows[rows <= few].max(initial=0)),
     )  # fmt: skip
 
 
