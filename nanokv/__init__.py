@@ -53,21 +53,35 @@ __all__ = [
 ]  # fmt: skip
 
 
-def load(source: str = "default", *, dtype: str = "float32", backend: str = "auto", numerics: str | None = None) -> "Model":
+def load(
+    source: str = "default",
+    *,
+    dtype: str = "float32",
+    backend: str = "auto",
+    numerics: str | None = None,
+    kernels: str = "auto",
+    weights: str | None = None,
+    threads: int | None = None,
+) -> "Model":
     """A model ready to run.
 
     `source`: "default" (ships with nanokv), a directory in Hugging Face's layout, or a hub id such as "gpt2". `dtype`:
     float32 or float64. `backend`: auto, numpy or cupy. `numerics`: exact or fast; None is exact on NumPy and fast on CuPy,
-    whose products make no promise about rows. Raises a NanoKVError that says in one line what is wrong.
+    whose products make no promise about rows. `kernels`: numpy or compiled (numba, float32, one set of bits on every
+    machine); auto is compiled where that can run, on `threads` threads (None: the physical cores). `weights`: float32, bf16,
+    fp16, int8 or int4; None keeps what a GGUF file has quantised, and is float32 otherwise. Raises a NanoKVError that says
+    in one line what is wrong.
     """
     from nanokv.backend import get_backend
+    from nanokv.kernels.choice import memory_for
     from nanokv.model import Model, choose_numerics
     from weights import load as load_weights
 
     chosen = get_backend(backend)
-    mode = choose_numerics(numerics, chosen)
-    checkpoint = load_weights(source, dtype=dtype, backend=chosen)
-    return Model(checkpoint.name, checkpoint.params, checkpoint.tokenizer, checkpoint.eos_token_ids, chosen, mode)
+    mode = choose_numerics(numerics, chosen, kernels, dtype)
+    memory = memory_for(chosen, mode, weights, threads)
+    checkpoint = load_weights(source, dtype=dtype, backend=memory)
+    return Model(checkpoint.name, checkpoint.params, checkpoint.tokenizer, checkpoint.eos_token_ids, chosen, mode).warm_up()
 
 
 def __getattr__(name: str) -> Any:

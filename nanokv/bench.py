@@ -9,6 +9,7 @@ import numpy as np
 from nanokv.backend import get_backend
 from nanokv.cost import decode_bytes
 from nanokv.errors import UsageError
+from nanokv.kernels.choice import memory_for
 from nanokv.measure import blas, read_bandwidth, seconds
 from nanokv.model import Model, choose_numerics
 from nanokv.models.config import known_shapes
@@ -16,15 +17,23 @@ from nanokv.models.gpt2 import random_params
 from nanokv.tokenizer import Tokenizer
 
 
-def random_model(shape: str, dtype: str, backend: str, numerics: str | None) -> Model:
+def random_model(
+    shape: str,
+    dtype: str,
+    backend: str,
+    numerics: str | None,
+    kernels: str = "auto",
+    weights: str | None = None,
+    threads: int | None = None,
+) -> Model:
     """Random weights of a published GPT-2 size; its tokens are bytes. Raises UsageError for an unknown size."""
     shapes = known_shapes()
     if shape not in shapes:
         raise UsageError(f"unknown shape {shape!r}: choose one of {', '.join(shapes)}")
     chosen = get_backend(backend)
-    mode = choose_numerics(numerics, chosen)
-    params = random_params(shapes[shape], dtype=np.dtype(dtype).type).to(chosen)
-    return Model(f"{shape} (random weights)", params, Tokenizer.of_bytes(), backend=chosen, numerics=mode)
+    mode = choose_numerics(numerics, chosen, kernels, dtype)
+    params = random_params(shapes[shape], dtype=np.dtype(dtype).type).to(memory_for(chosen, mode, weights, threads))
+    return Model(f"{shape} (random weights)", params, Tokenizer.of_bytes(), backend=chosen, numerics=mode).warm_up()
 
 
 @dataclass(frozen=True)

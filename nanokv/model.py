@@ -9,14 +9,15 @@ import numpy as np
 from nanokv.backend import NUMPY, Array, Backend
 from nanokv.errors import UsageError
 from nanokv.generate import Generation, Options
+from nanokv.kernels.choice import use_compiled
 from nanokv.kv.contiguous import ContiguousCache
 from nanokv.kv.paged import PagedCache, PagedPool
 from nanokv.kv.spec import CacheSpec
 from nanokv.kv.tile import Batch, Cache
 from nanokv.models import gpt2
 from nanokv.models.config import GPT2Config
-from nanokv.models.convert import pool_kv_heads
-from nanokv.numerics import EXACT, FAST, Numerics
+from nanokv.models.convert import pool_kv_heads, repacked, unpacked
+from nanokv.numerics import COMPILED, EXACT, FAST, Numerics
 from nanokv.sampling import SamplingParams
 from nanokv.tokenizer import Tokenizer
 
@@ -102,9 +103,18 @@ class Model:
         """A generation not yet run, from options that were made before."""
         return Generation(self, self.encode(prompt), options, spec)
 
+    def warm_up(self) -> "Model":
+        """The model, its compiled kernels ready, so that the first token's time is not the compiler's."""
+        if self.numerics is COMPILED:
+            for count in (1, 16):  # attention has a kernel for few rows and one for many
+                self.forward([0] * min(count, self.config.num_positions), self.new_cache(count), slice(-1, None))
+        return self
+
     def with_kv_heads(self, num_kv_heads: int) -> "Model":
         """The model with its key-value heads averaged in groups: see nanokv.models.convert."""
-        return replace(self, params=pool_kv_heads(self.params, num_kv_heads))
+        packed = self.numerics is COMPILED
+        params = pool_kv_heads(unpacked(self.params) if packed else self.params, num_kv_heads)
+        return replace(self, params=repacked(params, self.params) if packed else params)
 
     @property
     def weight_bytes(self) -> int:
@@ -113,15 +123,19 @@ class Model:
         return blocks + self.params.ln_f_weight.nbytes + self.params.ln_f_bias.nbytes + self.params.head.nbytes
 
 
-def choose_numerics(name: str | None, backend: Backend) -> Numerics:
-    """exact or fast by name; None is exact on NumPy and fast on CuPy, whose products make no promise about rows."""
+def choose_numerics(name: str | None, backend: Backend, kernels: str = "auto", dtype: str = "float32") -> Numerics:
+    """exact or fast by name; None is exact on NumPy and fast on CuPy, whose products make no promise about rows. Exact is
+    computed by compiled kernels where `kernels` says so: see nanokv.kernels.choice."""
     if name not in (None, EXACT, FAST):
         raise UsageError(f"unknown numerics {name!r}: choose exact or fast")
-    if backend.name == "cupy":
-        if name == EXACT:
-            raise UsageError("numerics exact is not available on cupy, whose products depend on the batch: use fast, or numpy")
+    if backend.name == "cupy" and name == EXACT:
+        raise UsageError("numerics exact is not available on cupy, whose products depend on the batch: use fast, or numpy")
+    if name == FAST and kernels == "compiled":
+        raise UsageError("the compiled kernels are exact: leave out --numerics fast, or use --kernels numpy")
+    compiled = use_compiled(kernels, backend, dtype)
+    if name == FAST or backend.name == "cupy":
         return FAST
-    return EXACT if name is None else Numerics(name)
+    return COMPILED if compiled else EXACT
 
 
 def make_options(**options: Any) -> tuple[Options, CacheSpec]:

@@ -71,7 +71,8 @@ def read_gpt2(tensors: Mapping[str, StoredTensor], config: GPT2Config, dtype: st
         head = read(HEAD)
     del embedding
     blocks = tuple(block(layer) for layer in range(config.num_layers))
-    return GPT2Params(config, wte, read("wpe.weight"), blocks, read("ln_f.weight"), read("ln_f.bias"), head)
+    wpe = backend.xp.asarray(tensors["wpe.weight"].read(dtype))  # looked up, never multiplied: not packed as a matrix is
+    return GPT2Params(config, wte, wpe, blocks, read("ln_f.weight"), read("ln_f.bias"), head)
 
 
 def tensor_shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:

@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from nanokv.backend import Array, Backend
+from nanokv.kernels.matrix import Matrix
 from nanokv.models.llama import Block, LlamaParams, block_shapes
 from nanokv.models.llama_config import LlamaConfig
 from nanokv.tokenizer import Tokenizer
+from weights.gguf_packed import packed_as_stored
 from weights.names import Shapes, check_tensors, read_ends, tie, without_prefix
 from weights.tensors import StoredTensor
 
@@ -66,10 +68,14 @@ def read_llama(
     tie(found, EMBEDDING, HEAD, where, config.tied_head)
     shapes = tensor_shapes(config)
     check_tensors(found, shapes, {f"layers.{layer}.{BUFFER}" for layer in range(config.num_layers)}, where)
-    embedding, head = read_ends(found[EMBEDDING], found[HEAD], dtype, backend, config.tied_head)
+    embedding, head = _kept_ends(found[EMBEDDING], found[HEAD], backend, config.tied_head) or read_ends(
+        found[EMBEDDING], found[HEAD], dtype, backend, config.tied_head
+    )
 
     def stacked(layer: int, field: str, shape: tuple[int, ...]) -> Array:
         parts = [found[f"layers.{layer}.{name}"] for name in BLOCK[field]]
+        if (kept := packed_as_stored(parts, backend)) is not None:
+            return kept
         if len(parts) == 1:
             return backend.from_numpy(parts[0].read(dtype))
         whole, at = np.empty(shape, dtype=dtype), 0
@@ -84,6 +90,15 @@ def read_llama(
     )
     config = replace(config, tied_head=head is embedding)
     return LlamaParams(config, embedding, blocks, backend.from_numpy(found[NORM].read(dtype)), head)
+
+
+def _kept_ends(embedding: StoredTensor, head: StoredTensor, backend: Backend, tied: bool) -> tuple[Matrix, Matrix] | None:
+    """Embedding and head in the file's own format where both can be kept in it, and need no comparing."""
+    if tied and head is not embedding:
+        return None
+    first = packed_as_stored([embedding], backend)
+    second = first if head is embedding else packed_as_stored([head], backend)
+    return None if first is None or second is None else (first, second)
 
 
 def tensor_shapes(config: LlamaConfig) -> Shapes:

@@ -25,6 +25,9 @@ def bench(
     numerics: str | None,
     dtype: str,
     backend: str,
+    kernels: str,
+    weights: str | None,
+    threads: int | None,
     shape: str | None,
     contexts: str,
     repeat: int,
@@ -41,9 +44,11 @@ def bench(
         require_matplotlib()
         writable(plot)
     if shape:
-        model = random_model(shape, dtype, backend, numerics)
+        model = random_model(shape, dtype, backend, numerics, kernels, weights, threads)
     else:
-        model = nanokv.load(source, dtype=dtype, backend=backend, numerics=numerics)
+        model = nanokv.load(
+            source, dtype=dtype, backend=backend, numerics=numerics, kernels=kernels, weights=weights, threads=threads
+        )
     points = []
     for point in curve(model, sizes, repeat, uncached_limit):
         points.append(point)

@@ -61,6 +61,9 @@ def generate(
     numerics: str | None,
     dtype: str,
     backend: str,
+    kernels: str,
+    weights: str | None,
+    threads: int | None,
     files: tuple[str, ...],
     stats: bool,
     as_json: bool,
@@ -93,7 +96,9 @@ def generate(
     options["block_size"] = (32 if options["kv_dtype"] == "int4" else 16) if block_size is None else block_size
     checked, spec = make_options(stop=tuple(unescape(text) for text in stop), **options)
     texts = gather(prompts, files)
-    model = nanokv.load(source, dtype=dtype, backend=backend, numerics=numerics)
+    model = nanokv.load(
+        source, dtype=dtype, backend=backend, numerics=numerics, kernels=kernels, weights=weights, threads=threads
+    )
     if kv_heads is not None:
         model = model.with_kv_heads(kv_heads)
         click.echo(f"note: heads averaged to {kv_heads}; the model was not trained this way", err=True)

@@ -15,14 +15,28 @@ from numba import prange
 
 from nanokv.kernels.compiling import jit
 from nanokv.kernels.decoding import decode_row
-from nanokv.kernels.functions import F, LOWEST, combine_lanes, exp
+from nanokv.kernels.functions import LOWEST, F, combine_lanes, exp
 from nanokv.kernels.layout import (
-    BEGIN, CODEC, END, FIRST, HIGH, KEYS, LAST, LOW, NUMBER, QUERY, SINKS, TILE, VALUES, WINDOW,
+    BEGIN,
+    CODEC,
+    END,
+    FIRST,
+    FLOAT32,
+    HIGH,
+    KEYS,
+    LAST,
+    LOW,
+    NUMBER,
+    QUERY,
+    SINKS,
+    TILE,
+    VALUES,
+    WINDOW,
 )  # fmt: skip
 from nanokv.kernels.linear import SEGMENT
 from nanokv.kernels.simd import add, first, fma1, load, product, splat, store, sub, transpose
 
-_six, _one = product(6, 4), product(1, 4)
+_six, _one, _one_on = product(6, 4), product(1, 4), product(1, 4, continues=True)
 
 
 @jit()
@@ -43,19 +57,66 @@ def _times(x: Any, x_row: Any, rows: Any, w: Any, w_row: Any, count: Any, width:
 
 
 @jit()
-def _load_tile(tile: Any, units: Any, unit_size: Any, fixed: Any, h: Any, heads: Any, dim: Any, count: Any, rows: Any, keys: Any, values: Any) -> None:
-    """The first `count` keys and values of head h of a tile: keys [D'', 128], one a column, values [128, D'].
+def _load_keys(
+    tile: Any, units: Any, unit_size: Any, fixed: Any, h: Any, heads: Any, dim: Any, count: Any, rows: Any, keys: Any
+) -> None:
+    """The first `count` keys of head h of a tile -> keys [D'', 128], one a column; D'' is D filled up to a multiple of 16.
 
-    rows [16, D''] is where sixteen keys are decoded before they are turned; D'' is D filled up to a multiple of 16.
+    rows [16, D''] is where sixteen keys are decoded before they are turned; float32 in blocks of 16 or more needs no decoding.
     """
-    width, wide = rows.shape[1], values.shape[1]
+    width, to = rows.shape[1], keys.ctypes.data
     for t in range(0, count, 16):
-        for i in range(min(16, count - t)):
-            slot = units[(t + i) // unit_size] * unit_size + (t + i) % unit_size
-            decode_row(tile[CODEC], fixed, tile[KEYS:VALUES], True, slot, h, heads, dim, rows.ctypes.data + i * width * 4)
-            decode_row(tile[CODEC], fixed, tile[VALUES:QUERY], False, slot, h, heads, dim, values.ctypes.data + (t + i) * wide * 4)
+        source, step = rows.ctypes.data, width
+        if tile[CODEC] == FLOAT32 and width == dim and unit_size >= 16:
+            slot = units[t // unit_size] * unit_size + t % unit_size
+            source, step = tile[KEYS] + (slot * heads + h) * dim * 4, heads * dim
+        else:
+            for i in range(min(16, count - t)):
+                slot = units[(t + i) // unit_size] * unit_size + (t + i) % unit_size
+                decode_row(tile[CODEC], fixed, tile[KEYS:VALUES], True, slot, h, heads, dim, source + i * width * 4)
         for d in range(0, width, 16):
-            transpose(rows.ctypes.data + d * 4, width, keys.ctypes.data + (d * TILE + t) * 4, TILE)
+            transpose(source + d * 4, step, to + (d * TILE + t) * 4, TILE)
+
+
+@jit()
+def _load_values(
+    tile: Any, units: Any, unit_size: Any, fixed: Any, h: Any, heads: Any, dim: Any, count: Any, values: Any
+) -> None:
+    """The first `count` values of head h of a tile -> values [128, D']."""
+    for t in range(count):
+        slot = units[t // unit_size] * unit_size + t % unit_size
+        to = values.ctypes.data + t * values.shape[1] * 4
+        decode_row(tile[CODEC], fixed, tile[VALUES:QUERY], False, slot, h, heads, dim, to)
+
+
+@jit()
+def _values_in_place(
+    weights: Any, tile: Any, units: Any, unit_size: Any, h: Any, heads: Any, dim: Any, count: Any, chain: Any, o: Any
+) -> None:
+    """o [rows, D] = weights [rows, 128] times the values of head h, float32, read from their blocks; D is a multiple of 64."""
+    o[:] = F(0)
+    step = heads * dim
+    for r in range(len(o)):
+        for k in range(0, count, SEGMENT):
+            chain[:] = F(0)
+            end, t = min(k + SEGMENT, count), k
+            while t < end:
+                some = min(unit_size - t % unit_size, end - t)
+                slot = units[t // unit_size] * unit_size + t % unit_size
+                source = tile[VALUES] + (slot * heads + h) * dim * 4
+                for column in range(0, dim, 64):
+                    _one_on(
+                        weights[r].ctypes.data + t * 4,
+                        TILE,
+                        source + column * 4,
+                        step,
+                        some,
+                        chain.ctypes.data + column * 4,
+                        dim,
+                    )
+                t += some
+            for d in range(dim):
+                o[r, d] += chain[d]
 
 
 @jit()
@@ -84,18 +145,43 @@ def _weigh(scores: Any, tile: Any, count: Any, position: Any, window: Any, sinks
 
 
 @jit()
-def _partial(query: Any, group: Any, positions: Any, run: Any, tile: Any, count: Any, keys: Any, values: Any, scores: Any, m: Any, l: Any, o: Any) -> None:  # noqa: E741
-    """One tile's m, l [R G] and o [R G, D'] for query [R G, D], G heads of each of the rows at `positions`."""
+def _score(
+    query: Any,
+    group: Any,
+    positions: Any,
+    run: Any,
+    tile: Any,
+    count: Any,
+    keys: Any,
+    scores: Any,
+    m: Any,
+    l: Any,  # noqa: E741
+) -> None:
+    """One tile's m, l [R G] and weights in place of scores [R G, 128], for query [R G, D], G heads of each row of `positions`."""
     rows, dim = query.shape
     scores[:] = F(0)
     _times(query.ctypes.data, dim, rows, keys.ctypes.data, TILE, dim, TILE if count > 64 else 64, scores.ctypes.data, TILE)
     for r in range(rows):
         m[r], l[r] = _weigh(scores[r], tile, count, positions[r // group], run[WINDOW], run[SINKS])
+
+
+@jit()
+def _sum_values(weights: Any, count: Any, values: Any, o: Any) -> None:
+    """o [R G, D'] = weights [R G, 128] times values [128, D']."""
     o[:] = F(0)
     wide = values.shape[1]
-    _times(scores.ctypes.data, TILE, rows, values.ctypes.data, wide, count, wide, o.ctypes.data, wide)
-    for r in range(rows):
-        _silence(scores[r], values, count, o[r])
+    _times(weights.ctypes.data, TILE, len(o), values.ctypes.data, wide, count, wide, o.ctypes.data, wide)
+    for r in range(len(o)):
+        _silence(weights[r], values, count, o[r])
+
+
+@jit()
+def _finite(o: Any) -> Any:
+    total = F(0)
+    for r in range(len(o)):
+        for d in range(o.shape[1]):
+            total += o[r, d] * F(0)
+    return total == F(0)
 
 
 @jit()
@@ -151,7 +237,19 @@ def _queries(q: Any, h: Any, group: Any, scale: Any, out: Any) -> None:
 
 
 @jit(parallel=True)
-def attend_few(q: Any, q_sinks: Any, runs: Any, positions: Any, tiles: Any, units: Any, unit_size: Any, heads: Any, fixed: Any, scale: Any, out: Any) -> None:
+def attend_few(
+    q: Any,
+    q_sinks: Any,
+    runs: Any,
+    positions: Any,
+    tiles: Any,
+    units: Any,
+    unit_size: Any,
+    heads: Any,
+    fixed: Any,
+    scale: Any,
+    out: Any,
+) -> None:
     """Runs of at most FEW rows, by tiles. q, q_sinks, out [R, Hq, D], positions [R], runs and tiles as in layout.py, the units
     of each tile [N, 128 / unit_size]."""
     group, dim = q.shape[1] // heads, q.shape[2]
@@ -171,11 +269,18 @@ def attend_few(q: Any, q_sinks: Any, runs: Any, positions: Any, tiles: Any, unit
         rows, count = len(here) * group, _seen(tiles[at], where)
         query, scores = np.empty((rows, dim), np.float32), np.empty((rows, TILE), np.float32)
         keys, values = np.empty((width, TILE), np.float32), np.zeros((TILE, wide), np.float32)
-        decoded = np.zeros((16, width), np.float32)
+        decoded, chain = np.zeros((16, width), np.float32), np.empty(dim, np.float32)
         for h in range(heads):
             _queries(here if tiles[at, QUERY] == 0 else q_sinks[run[BEGIN] : run[END]], h, group, scale, query)
-            _load_tile(tiles[at], units[at], unit_size, fixed, h, heads, dim, count, decoded, keys, values)
-            _partial(query, group, where, run, tiles[at], count, keys, values, scores, m[at, h, :rows], l[at, h, :rows], o[at, h, :rows])
+            _load_keys(tiles[at], units[at], unit_size, fixed, h, heads, dim, count, decoded, keys)
+            _score(query, group, where, run, tiles[at], count, keys, scores, m[at, h, :rows], l[at, h, :rows])
+            sums, done = o[at, h, :rows], False
+            if tiles[at, CODEC] == FLOAT32 and dim == wide:
+                _values_in_place(scores, tiles[at], units[at], unit_size, h, heads, dim, count, chain, sums)
+                done = _finite(sums)
+            if not done:
+                _load_values(tiles[at], units[at], unit_size, fixed, h, heads, dim, count, values)
+                _sum_values(scores, count, values, sums)
     for task in prange(len(runs) * heads):
         run, h = runs[task // heads], task % heads
         for line in range((run[END] - run[BEGIN]) * group):
@@ -186,7 +291,19 @@ def attend_few(q: Any, q_sinks: Any, runs: Any, positions: Any, tiles: Any, unit
 
 
 @jit(parallel=True)
-def attend_many(q: Any, q_sinks: Any, runs: Any, positions: Any, tiles: Any, units: Any, unit_size: Any, heads: Any, fixed: Any, scale: Any, out: Any) -> None:
+def attend_many(
+    q: Any,
+    q_sinks: Any,
+    runs: Any,
+    positions: Any,
+    tiles: Any,
+    units: Any,
+    unit_size: Any,
+    heads: Any,
+    fixed: Any,
+    scale: Any,
+    out: Any,
+) -> None:
     """Runs of any number of rows, by runs and heads. Arguments as attend_few's."""
     group, dim = q.shape[1] // heads, q.shape[2]
     wide, width = (dim + 63) // 64 * 64, (dim + 15) // 16 * 16
@@ -202,9 +319,11 @@ def attend_many(q: Any, q_sinks: Any, runs: Any, positions: Any, tiles: Any, uni
             if at == run[FIRST] or tiles[at, QUERY] != tiles[at - 1, QUERY]:
                 _queries(here if tiles[at, QUERY] == 0 else q_sinks[run[BEGIN] : run[END]], h, group, scale, query)
             count = _seen(tiles[at], where)
-            _load_tile(tiles[at], units[at], unit_size, fixed, h, heads, dim, count, decoded, keys, values)
+            _load_keys(tiles[at], units[at], unit_size, fixed, h, heads, dim, count, decoded, keys)
+            _load_values(tiles[at], units[at], unit_size, fixed, h, heads, dim, count, values)
             which = 0 if at == run[FIRST] else 1
-            _partial(query, group, where, run, tiles[at], count, keys, values, scores, m[which], l[which], o[which])
+            _score(query, group, where, run, tiles[at], count, keys, scores, m[which], l[which])
+            _sum_values(scores, count, values, o[which])
             if which:
                 for r in range(rows):
                     m[0, r], l[0, r] = _combine(m[0, r], l[0, r], o[0, r], m[1, r], l[1, r], o[1, r])

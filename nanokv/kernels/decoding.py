@@ -20,7 +20,7 @@ _F, _I = np.float32, np.int32
 
 @jit()
 def half(bits: Any) -> Any:
-    """float16's bits -> float32: the exponent is mended by a product with 2^112, which is exact; NaN and infinity keep theirs."""
+    """float16's bits -> float32: a product with 2^112, which is exact, mends the exponent; NaN and infinity keep theirs."""
     size = (bits & _I(0x7FFF)) << _I(13)
     sign = (bits & _I(0x8000)) << _I(16)
     if size >= _I(0x7C00 << 13):

@@ -15,7 +15,7 @@ from numba import prange
 
 from nanokv.kernels.compiling import jit
 from nanokv.kernels.functions import F
-from nanokv.kernels.simd import fma, load, load_bfloat16, load_float16, load_int8, load_nibbles, mul, product, splat, store
+from nanokv.kernels.simd import fma, load_bfloat16, load_float16, load_int8, load_nibbles, mul, product, splat, store
 
 PANEL = 64  # outputs of a panel
 SEGMENT = 64  # inputs of a segment: docs/numerics.md

@@ -177,9 +177,7 @@ div = _binary(lambda b, x, y: b.fdiv(x, y))
 absolute = _unary(lambda b, x: b.bitcast(b.and_(b.bitcast(x, _VI), _integers(0x7FFFFFFF)), _VF))
 negative = _unary(lambda b, x: b.bitcast(b.xor(b.bitcast(x, _VI), _integers(-0x80000000)), _VF))
 # 2^n of the n that stands in the low bits of 12582912 + n
-power_of_two = _unary(
-    lambda b, x: b.bitcast(b.add(b.shl(b.bitcast(x, _VI), _integers(23)), _integers(127 << 23)), _VF)
-)
+power_of_two = _unary(lambda b, x: b.bitcast(b.add(b.shl(b.bitcast(x, _VI), _integers(23)), _integers(127 << 23)), _VF))
 
 
 def _fold(b: Any, x: Any) -> Any:
@@ -246,12 +244,13 @@ def float_of_bits(_typing: Any, bits: Any) -> Any:
     return types.float32(types.int32), lambda _c, b, _s, args: b.bitcast(args[0], _F32)
 
 
-def product(rows: int, vectors: int, unroll: int = 4) -> Any:
+def product(rows: int, vectors: int, unroll: int = 4, continues: bool = False) -> Any:
     """A compiled function (x, x_row, w, w_row, count, out, out_row): one segment of the product rule,
 
         out[r, n] += chain over k < count of fma(x[r, k], w[k, n], chain)     for r < rows, n < 16 * vectors
 
-    with float32 arrays at these addresses, whose rows are x_row, w_row and out_row elements apart.
+    with float32 arrays at these addresses, whose rows are x_row, w_row and out_row elements apart. One that `continues` takes
+    the chain's beginning from out and leaves its end there: a segment whose weights lie in several places.
     """
 
     @intrinsic
@@ -294,14 +293,18 @@ def product(rows: int, vectors: int, unroll: int = 4) -> Any:
                     results.append(result)
                 return results
 
+            places = [
+                b.add(b.mul(out_row, ir.Constant(_I64, r)), ir.Constant(_I64, v * LANES))
+                for r in range(rows)
+                for v in range(vectors)
+            ]
+            begin = [_read(b, out, place, _F32) if continues else _constant(0.0) for place in places]
             whole = b.and_(count, ir.Constant(_I64, -unroll))
-            state = loop([_constant(0.0)] * (rows * vectors), ir.Constant(_I64, 0), whole, unroll)
+            state = loop(begin, ir.Constant(_I64, 0), whole, unroll)
             state = loop(state, whole, count, 1)
-            for r in range(rows):
-                for v in range(vectors):
-                    element = b.add(b.mul(out_row, ir.Constant(_I64, r)), ir.Constant(_I64, v * LANES))
-                    old = _read(b, out, element, _F32)
-                    b.store(b.fadd(old, state[r * vectors + v]), _pointer(b, out, element, _F32, _VF)).align = 4
+            for place, chain in zip(places, state, strict=True):
+                value = chain if continues else b.fadd(_read(b, out, place, _F32), chain)
+                b.store(value, _pointer(b, out, place, _F32, _VF)).align = 4
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 7), emit

@@ -4,7 +4,26 @@ from dataclasses import replace
 
 from nanokv.backend import module_of
 from nanokv.errors import UsageError
+from nanokv.kernels.matrix import Matrix, pack
 from nanokv.models.gpt2 import Block, GPT2Params
+
+
+def unpacked(params: GPT2Params) -> GPT2Params:
+    """Packed matrices of weights as arrays again."""
+    blocks = tuple(
+        replace(block, **{name: each.to_array() for name, each in vars(block).items() if isinstance(each, Matrix)})
+        for block in params.blocks
+    )
+    return replace(params, blocks=blocks)
+
+
+def repacked(params: GPT2Params, like: GPT2Params) -> GPT2Params:
+    """Arrays packed again, each in the format that it has in `like`."""
+    blocks = tuple(
+        replace(block, **{name: pack(vars(block)[name], m.form) for name, m in vars(old).items() if isinstance(m, Matrix)})
+        for block, old in zip(params.blocks, like.blocks, strict=True)
+    )
+    return replace(params, blocks=blocks)
 
 
 def pool_kv_heads(params: GPT2Params, num_kv_heads: int) -> GPT2Params:

@@ -16,7 +16,7 @@ from tests.support import examples, head_counts
 
 pytest.importorskip("numba", reason="not run: numba is not installed (pip install 'nanokv[cpu]')")
 
-from nanokv.kernels import compiled  # noqa: E402
+from nanokv.kernels import compiled
 
 SEEDS = st.integers(0, 1 << 30)
 WIDTHS = st.one_of(st.integers(1, 200), st.sampled_from([64, 128, 576, 768]))

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanokv.backend import NUMPY
+from nanokv.kernels.choice import PackedMemory
 from nanokv.errors import CheckpointError, ConfigError, NanoKVError, TokenizerError
 from nanokv.models.llama import block_shapes, random_params
 from nanokv.models.llama_config import LlamaConfig
@@ -227,6 +228,16 @@ def test_a_quantised_model(path, name):
     assert np.array_equal(loaded.blocks[1].qkv_weight[: len(q)], rounded(params.blocks[1].qkv_weight[: len(q)]))
     assert not np.array_equal(rounded(q), rounded(params.blocks[1].qkv_weight[: len(q)]))
 
+    kept = load_gguf(path, "test", "float32", PackedMemory("numpy", np)).params  # decoded as they are, and held as they are
+    form = {"F16": "fp16", "BF16": "bf16", "Q8_0": "int8", "Q4_0": "int4", "Q4_1": "int4"}[name]
+    pairs = [(kept.embedding, loaded.embedding), (kept.head, loaded.head)]
+    for block, plain in zip(kept.blocks, loaded.blocks, strict=True):
+        pairs += [(vars(block)[field], array) for field, array in vars(plain).items() if array is not None and array.ndim == 2]
+    for matrix, array in pairs:
+        assert matrix.form == form
+        assert np.array_equal(matrix.to_array(), array)
+    assert (kept.head is kept.embedding) == (loaded.head is loaded.embedding)
+
 
 def test_large_tensors_come_in_pieces(path, monkeypatch):
     """Whole heads at a time where rows move, whatever the size of a piece."""
@@ -422,6 +433,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 from nanokv.backend import NUMPY
+from nanokv.kernels.choice import PackedMemory
 from weights.gguf_file import load_gguf
 params = load_gguf(Path(sys.argv[1]), "m", sys.argv[2], NUMPY).params
 loaded = params.embedding.nbytes + sum(a.nbytes for b in params.blocks for a in b.arrays())
