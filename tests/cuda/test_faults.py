@@ -13,7 +13,7 @@ from nanokv.kernels.matrix import pack  # noqa: E402
 from nanokv.kv.spec import CacheSpec  # noqa: E402
 from tests.cuda.attention_cases import make_case, run_case  # noqa: E402
 from tests.cuda.machine import CpuDevice, Fault, build, opened  # noqa: E402
-from tests.cuda.test_linear import on_card, tensors_of  # noqa: E402
+from tests.cuda.test_linear import tensors_of  # noqa: E402
 
 ATTENTION, LINEAR, CHOOSE = "attention.cu", "linear.cu", "choose.cu"
 KERNELS = {ATTENTION: ["attend_tiles<8>", "combine_tiles"], LINEAR: ["linear_segments<Float32, 4>", "linear_sum"], CHOOSE: ["argmax"]}
@@ -27,7 +27,7 @@ FAULTS = {
     "a query sees the next key": (ATTENTION, "return key <= position", "return key <= position + 1", None),
     "one channel too many": (ATTENTION, "i < work.lines * dim; i += THREADS) {\n        int line = i / dim, d = i % dim;\n        long",
                              "i <= work.lines * dim; i += THREADS) {\n        int line = i / dim, d = i % dim;\n        long", "shared memory|written twice|bytes"),
-    "the wrong head": (ATTENTION, "(first + q) % group;", "(first + q + 1) % group;", None),
+    "the wrong key-value head": (ATTENTION, "true, heads, work.head,", "true, heads, (work.head + 1) % heads,", None),
     "a barrier that not all reach": (ATTENTION, "    weigh(work, memory);\n", "    if (threadIdx.x < 64) weigh(work, memory);\n    if (threadIdx.x < 64) __syncthreads();\n",
                                      "different barriers|not every thread"),
     "no barrier of the warp": (LINEAR, "    __syncwarp();\n", "", "without a barrier|nobody wrote"),
@@ -57,7 +57,7 @@ def right_result(file: str, entries: dict[str, object] | None, monkeypatch: pyte
         from nanokv.kernels import compiled
 
         x, weight = rng.standard_normal((3, 200), dtype=np.float32), rng.standard_normal((70, 200), dtype=np.float32)
-        card, out = on_card(pack(weight)), np.full((3, 70), np.nan, np.float32)
+        card, out = pack(weight), np.full((3, 70), np.nan, np.float32)
         sums = np.full(launches.sums_shape(3, card), np.nan, np.float32)
         launches.linear(CpuDevice(entries=entries, **tensors_of(card)), x, card, None, out, sums)
         return np.array_equal(out, compiled.linear(x, pack(weight), None))

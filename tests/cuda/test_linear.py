@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanokv.kernels.cuda.launches import CardMatrix, linear, sums_shape
+from nanokv.kernels.cuda.launches import embed_rows, linear, sums_shape
 from nanokv.kernels.matrix import FORMATS, Matrix, from_int4, pack
 from tests.cuda.machine import ORDERS, CpuDevice
 from tests.support import examples
@@ -13,22 +13,17 @@ from tests.support import examples
 compiled = pytest.importorskip("nanokv.kernels.compiled", exc_type=ImportError)
 
 
-def on_card(matrix: Matrix) -> CardMatrix:
-    return CardMatrix(matrix.form, matrix.shape, matrix.codes, matrix.scales, matrix.lows)
-
-
-def tensors_of(matrix: CardMatrix) -> dict[str, np.ndarray]:
+def tensors_of(matrix: Matrix) -> dict[str, np.ndarray]:
     planes = {"W": matrix.codes, "scales": matrix.scales, "lows": matrix.lows}
     return {name: plane for name, plane in planes.items() if plane is not None}
 
 
 def run(x: np.ndarray, matrix: Matrix, bias: np.ndarray | None, order: str = "forwards") -> tuple[np.ndarray, CpuDevice]:
     """The kernels' result, everything that they should not read NaN."""
-    card = on_card(matrix)
     out = np.full((len(x), matrix.shape[0]), np.nan, np.float32)
-    sums = np.full(sums_shape(len(x), card), np.nan, np.float32)
-    device = CpuDevice(order, x=x, out=out, sums=sums, **tensors_of(card), **({} if bias is None else {"bias": bias}))
-    linear(device, x, card, bias, out, sums)
+    sums = np.full(sums_shape(len(x), matrix), np.nan, np.float32)
+    device = CpuDevice(order, x=x, out=out, sums=sums, **tensors_of(matrix), **({} if bias is None else {"bias": bias}))
+    linear(device, x, matrix, bias, out, sums)
     return out, device
 
 
@@ -85,3 +80,12 @@ def test_every_weight_is_read_once(form, rows):
     assert counts.loads["W"] == counts.distinct_loads["W"] == matrix.codes.nbytes
     assert counts.loads["x"] == 3 * x.nbytes
     assert counts.flops >= 2 * rows * 192 * 320
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("lows", [False, True])
+def test_rows_of_a_packed_matrix_are_looked_up(form, lows):
+    matrix, tokens = random_matrix(np.random.default_rng(5), form, 70, 45, lows), np.array([3, 69, 0, 64], np.int32)
+    out = np.full((4, 45), np.nan, np.float32)
+    embed_rows(CpuDevice(**tensors_of(matrix)), tokens, matrix, out)
+    assert np.array_equal(out, matrix[tokens])

@@ -39,52 +39,64 @@ class Device(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class CardMatrix:
-    """nanokv.kernels.matrix.Matrix on the card: codes [P, K, 64] (int4: words of eight inputs), scales and lows [P, G, 64]."""
-
-    form: str
-    shape: tuple[int, int]
-    codes: Array
-    scales: Array | None = None
-    lows: Array | None = None
-
-    def planes(self, device: Device) -> list[np.int64]:
-        """Addresses, 0 for a plane that is not there."""
-        return [np.int64(0 if each is None else device.address(each)) for each in (self.codes, self.scales, self.lows)]
+class PackedPlanes(Protocol):
+    """What kernels need of a packed matrix: nanokv.kernels.matrix.Matrix has it, in host memory, and arrays.CardMatrix."""
 
     @property
-    def kind(self) -> str:
-        """The sources' name of the format."""
-        return FORMS[FORMATS.index(self.form)]
+    def form(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def codes(self) -> Array: ...
+    @property
+    def scales(self) -> Array | None: ...
+    @property
+    def lows(self) -> Array | None: ...
+
+
+def plane_addresses(device: Device, matrix: PackedPlanes) -> list[np.int64]:
+    """Of codes [P, K, 64] (int4: words of eight inputs), scales and lows [P, G, 64]; 0 for a plane that is not there."""
+    return [np.int64(0 if each is None else device.address(each)) for each in (matrix.codes, matrix.scales, matrix.lows)]
+
+
+def kind_of(matrix: PackedPlanes) -> str:
+    """The sources' name of its format."""
+    return FORMS[FORMATS.index(matrix.form)]
 
 
 def segments_of(inputs: int) -> int:
     return -(-inputs // SEGMENT)
 
 
-def sums_shape(rows: int, matrix: CardMatrix) -> tuple[int, int, int]:
+def sums_shape(rows: int, matrix: PackedPlanes) -> tuple[int, int, int]:
     """The scratch that linear() needs for a few rows: [S, R, N]; nothing for many."""
     return (segments_of(matrix.shape[1]), rows, matrix.shape[0]) if rows <= FEW else (0, 0, 0)
 
 
-def linear(device: Device, x: Array, matrix: CardMatrix, bias: Array | None, out: Array, sums: Array) -> None:
+def linear(device: Device, x: Array, matrix: PackedPlanes, bias: Array | None, out: Array, sums: Array) -> None:
     """x [R, K] -> out [R, N]; sums as sums_shape() says. Without a bias any array stands in its place."""
     rows, (outputs, inputs) = len(x), matrix.shape
-    panels, planes = -(-outputs // PANEL), matrix.planes(device)
+    panels, planes = -(-outputs // PANEL), plane_addresses(device, matrix)
     biased = (out if bias is None else bias, _i(bias is not None))
     if rows > FEW:
         shared = 4 * 32 * (MANY_ROWS + 4 + PANEL)
         arguments = [x, *planes, *biased, out, _i(rows), _i(inputs), _i(outputs)]
-        device.launch(f"linear_rows<{matrix.kind}>", (panels, -(-rows // MANY_ROWS)), (16, 16), shared, arguments)
+        device.launch(f"linear_rows<{kind_of(matrix)}>", (panels, -(-rows // MANY_ROWS)), (16, 16), shared, arguments)
         return
     each = next((count for count in FEW_ROWS if count >= rows), FEW_ROWS[-1])
     segments = segments_of(inputs)
     grid = panels, -(-segments // FEW_WARPS), -(-rows // each)
     arguments = [x, *planes, sums, _i(rows), _i(inputs), _i(outputs)]
-    device.launch(f"linear_segments<{matrix.kind}, {each}>", grid, (32, FEW_WARPS), 4 * FEW_WARPS * each * SEGMENT, arguments)
+    device.launch(f"linear_segments<{kind_of(matrix)}, {each}>", grid, (32, FEW_WARPS), 4 * FEW_WARPS * each * SEGMENT, arguments)
     arguments = [sums, *biased, out, _i(segments), _i(rows), _i(outputs)]
     device.launch("linear_sum", (-(-rows * outputs // FLAT),), (FLAT,), 0, arguments)
+
+
+def embed_rows(device: Device, tokens: Array, matrix: PackedPlanes, out: Array) -> None:
+    """tokens [R] int32 -> their decoded rows of a matrix [V, E], out [R, E]"""
+    rows, width = out.shape
+    arguments = [tokens, *plane_addresses(device, matrix), out, _i(rows), _i(width)]
+    device.launch(f"embed_rows<{kind_of(matrix)}>", (-(-rows * -(-width // 8) // FLAT),), (FLAT,), 0, arguments)
 
 
 def attention_words(queries: int, dim: int) -> int:

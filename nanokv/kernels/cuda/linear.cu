@@ -219,3 +219,18 @@ __global__ void __launch_bounds__(256) linear_rows(In<float> x, long long codes,
             if (r < rows && c < outputs) out[(long long)r * outputs + c] = with_bias ? total[i][j] + bias[c] : total[i][j];
         }
 }
+
+// out [R, K]: the decoded rows of W that tokens [R] name; a thread eight inputs of one row.
+template <class Form>
+__global__ void embed_rows(In<int> tokens, long long codes, long long scales, long long lows, Out<float> out, int rows, int inputs) {
+    int eights = (inputs + 7) / 8, i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= rows * eights) return;
+    int r = i / eights, k = i % eights * 8, token = tokens[r];
+    Form weights(codes, scales, lows, token / PANEL, inputs, token % PANEL / 2 * 2);
+    float a[8], b[8];
+    weights.begin(k);
+    weights.eight(k, inputs - k, a, b);
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+        if (k + j < inputs) out[(long long)r * inputs + k + j] = token % 2 ? b[j] : a[j];
+}

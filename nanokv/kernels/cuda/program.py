@@ -19,6 +19,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "linear.cu": (
         *(f"linear_segments<{form}, {rows}>" for form in FORMS for rows in FEW_ROWS),
         *(f"linear_rows<{form}>" for form in FORMS),
+        *(f"embed_rows<{form}>" for form in FORMS),
         "linear_sum",
     ),
     "attention.cu": (

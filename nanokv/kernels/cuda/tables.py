@@ -1,12 +1,9 @@
 """attention.cu's tables from those of nanokv/kernels/layout.py, on the host."""
 
-from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
 
 import numpy as np
 
-from nanokv.backend import Array
 from nanokv.kernels.cuda.launches import TILE, Tables, queries_of
 from nanokv.kernels.layout import BEGIN, CODEC, END, FEW, FIRST, HIGH, LAST, LOW, NUMBER, QUERY
 
@@ -42,9 +39,3 @@ def host_tables(
         solid(units, np.int32), owner, run_of, np.array(pieces, np.int32).reshape(-1, 2), unit_size,
         int(rows[rows <= few].max(initial=0)),
     )  # fmt: skip
-
-
-def moved(tables: Tables, move: Callable[[np.ndarray], Array]) -> Tables:
-    """The same with every array through `move`."""
-    arrays: dict[str, Any] = {name: move(getattr(tables, name)) for name in ARRAYS}
-    return Tables(**arrays, unit_size=tables.unit_size, most=tables.most)

@@ -1,0 +1,116 @@
+"""The host side on the stand-in device: whole models give the bits of the compiled CPU kernels, and ask little of the card."""
+
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("numba", exc_type=ImportError)
+from nanokv.backend import NUMPY, get_backend  # noqa: E402
+from nanokv.errors import BackendError, UsageError  # noqa: E402
+from nanokv.kernels.choice import PackedMemory  # noqa: E402
+from nanokv.kernels.cuda.arrays import CardMatrix, CardMemory, linear  # noqa: E402
+from nanokv.kernels.cuda.card import Card  # noqa: E402
+from nanokv.kv.spec import CacheSpec  # noqa: E402
+from nanokv.kv.tile import Batch  # noqa: E402
+from nanokv.model import choose_numerics  # noqa: E402
+from nanokv.models import gpt2, llama  # noqa: E402
+from nanokv.numerics import COMPILED, FAST  # noqa: E402
+from tests import stand_in  # noqa: E402
+from tests.cuda.machine import compiler  # noqa: E402
+from tests.cuda.stand_in import Meter, install  # noqa: E402
+from tests.llama_support import small_llama  # noqa: E402
+from tests.support import small_config  # noqa: E402
+
+
+@pytest.fixture
+def meter(monkeypatch):
+    compiler()
+    found = Meter()
+    monkeypatch.setitem(sys.modules, "cupy", install(monkeypatch, found))
+    return found
+
+
+def both_memories(form):
+    card = get_backend("cupy")
+    return PackedMemory(NUMPY.name, NUMPY.xp, form), CardMemory(card.name, card.xp, form)
+
+
+CACHES = [
+    CacheSpec(), CacheSpec("paged", 16), CacheSpec("paged", 32, kv_dtype="int4"), CacheSpec("paged", 16, 20, kv_dtype="int8"),
+    CacheSpec(kv_dtype="float16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", CACHES, ids=str)
+@pytest.mark.parametrize(("family", "form"), [(gpt2, None), (llama, "int8")])
+def test_a_model_on_the_card_has_the_processors_bits(meter, spec, family, form):
+    """Prefill, decode, two sequences in one batch: logits on the card are those of the compiled CPU kernels, bit for bit."""
+    config = small_config(dim=16, kv_heads=2, positions=200) if family is gpt2 else small_llama(heads=4, kv_heads=2, dim=16)
+    params = family.random_params(config, scale=0.2)
+    host, card = both_memories(form)
+    results = []
+    for memory in (host, card):
+        there = params.to(memory)
+        shape = config.num_layers, config.num_kv_heads, config.head_dim
+        plain = NUMPY if memory is host else get_backend("cupy")
+        if spec.kind == "paged":
+            pool = spec.pool(*shape, 40, np.float32, plain)
+            caches = [pool.new_sequence() for _ in range(2)]
+        else:
+            caches = [spec.contiguous(*shape, 190, np.float32, plain) for _ in range(2)]
+        tokens, out = np.random.default_rng(0).integers(0, config.vocab_size, 170), []
+        out.append(family.forward(there, tokens[:130], caches[0], numerics=COMPILED))
+        out.append(family.forward(there, tokens[:3], caches[1], numerics=COMPILED))
+        for step in range(2):
+            out.append(family.forward(there, tokens[step : step + 2], Batch([(cache, 1) for cache in caches]), numerics=COMPILED))
+        results.append([a.get() if isinstance(a, stand_in.DeviceArray) else a for a in out])
+    for host_logits, card_logits in zip(*results, strict=True):
+        assert np.array_equal(host_logits, card_logits)
+
+
+@pytest.mark.parametrize("family", [gpt2, llama])
+def test_a_decoded_token_copies_nothing_back_and_gets_no_memory(meter, family):
+    """After the first tokens of a tile: no piece of memory from the driver, no copy from the card, the same few launches."""
+    config = small_config(dim=16) if family is gpt2 else small_llama(heads=4, kv_heads=2, dim=16)
+    _, card = both_memories(None)
+    params = family.random_params(config).to(card)
+    pool = CacheSpec("paged", 16).pool(config.num_layers, config.num_kv_heads, config.head_dim, 12, np.float32, get_backend("cupy"))
+    cache, seen = pool.new_sequence(), []
+    for token in range(30):
+        family.forward(params, [token % 50], cache, numerics=COMPILED)
+        seen.append(meter.read())
+    later = seen[20:]
+    assert all(counts.get("allocations", 0) == 0 for counts in later)
+    assert all(counts.get("copies from the card", 0) == 0 for counts in later)
+    assert len({counts["launches"] for counts in later}) == 1
+    assert max(counts["copies to the card"] for counts in later) <= 8 + 3 * config.num_layers
+
+
+def test_exact_on_cupy_is_the_compiled_kernels(meter):
+    cupy = get_backend("cupy")
+    assert choose_numerics("exact", cupy) is COMPILED
+    assert choose_numerics(None, cupy) is FAST
+    assert choose_numerics(None, cupy, "compiled") is COMPILED
+    with pytest.raises(UsageError, match="float32, not float64"):
+        choose_numerics("exact", cupy, dtype="float64")
+    with pytest.raises(UsageError, match="takes the compiled kernels"):
+        choose_numerics("exact", cupy, "numpy")
+
+
+def test_an_old_card_is_refused_by_name(monkeypatch):
+    with pytest.raises(BackendError, match="stand-in has 7.0"):
+        Card(install(monkeypatch, Meter(), "70"))
+
+
+def test_a_kernel_that_does_not_compile_says_the_first_error(meter, monkeypatch):
+    cupy = sys.modules["cupy"]
+
+    def broken(**_):
+        raise RuntimeError("linear.cu(7): warning: something\nlinear.cu(9): error: expected a ;\n1 error detected")
+
+    monkeypatch.setattr(cupy, "RawModule", broken)
+    x = cupy.zeros((1, 64), dtype=np.float32)
+    matrix = CardMatrix("float32", (64, 64), cupy.zeros((1, 64, 64), dtype=np.float32))
+    with pytest.raises(BackendError, match=r"linear.cu\(9\): error: expected a ;"):
+        linear(x, matrix, None)
