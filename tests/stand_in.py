@@ -59,6 +59,9 @@ class DeviceArray:
     def get(self) -> np.ndarray:
         return self.data.copy()
 
+    def set(self, values: np.ndarray) -> None:
+        self.data[...] = values
+
     def view(self, dtype: Any) -> "DeviceArray":
         return DeviceArray(self.data.view(dtype))
 

@@ -5,6 +5,7 @@ counted: launches, copies to and from it, and memory that a pool would have to g
 
 import weakref
 from collections import Counter
+from contextlib import AbstractContextManager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,10 +26,16 @@ class Meter:
         self.counts: Counter[str] = Counter()
         self.memory: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
         self.free: Counter[int] = Counter()
+        self.captured: list[tuple[Any, ...]] | None = None  # launches of the graph that is being captured
 
     def read(self) -> dict[str, int]:
         found, self.counts = dict(self.counts), Counter()
         return found
+
+    def count(self, what: str) -> None:
+        """Something that a stream which is being captured does not allow."""
+        assert self.captured is None, f"{what} while a graph is captured"
+        self.counts[what] += 1
 
     def note(self, array: np.ndarray) -> None:
         """An array came to be: new memory, or a view of what was there."""
@@ -40,7 +47,7 @@ class Meter:
         if self.free[size]:
             self.free[size] -= 1
         else:
-            self.counts["allocations"] += 1
+            self.count("allocations")
         weakref.finalize(whole, self.free.update, [size])
 
     def tensors(self, values: list[Any]) -> dict[str, np.ndarray]:
@@ -72,12 +79,17 @@ def install(monkeypatch: pytest.MonkeyPatch, meter: Meter, capability: str = "90
         meter.note(data)
 
     def get(self: Any) -> np.ndarray:
-        meter.counts["copies from the card"] += 1
+        meter.count("copies from the card")
         return take(self)
 
     def asarray(value: Any) -> Any:
-        meter.counts["copies to the card"] += not isinstance(value, stand_in.DeviceArray)
+        if not isinstance(value, stand_in.DeviceArray):
+            meter.count("copies to the card")
         return send(value)
+
+    def put(self: Any, values: np.ndarray) -> None:
+        meter.count("copies to the card")
+        self.data[...] = values
 
     class Module:
         def __init__(self, *, code: str, options: tuple[str, ...], name_expressions: tuple[str, ...]):
@@ -87,8 +99,12 @@ def install(monkeypatch: pytest.MonkeyPatch, meter: Meter, capability: str = "90
 
         def get_function(self, name: str) -> Any:
             assert name in self.names
+            assert meter.captured is None, "a kernel is loaded while a graph is captured"
 
             def call(grid: tuple, block: tuple, arguments: tuple, *, shared_mem: int = 0) -> None:
+                if meter.captured is not None:
+                    meter.captured.append((call, grid, block, arguments, shared_mem))
+                    return
                 check_limits(name, grid, block, shared_mem)
                 meter.counts["launches"] += 1
                 values = [a.data if isinstance(a, stand_in.DeviceArray) else a for a in arguments]
@@ -99,8 +115,30 @@ def install(monkeypatch: pytest.MonkeyPatch, meter: Meter, capability: str = "90
 
     monkeypatch.setattr(stand_in.DeviceArray, "__init__", init)
     monkeypatch.setattr(stand_in.DeviceArray, "get", get)
+    monkeypatch.setattr(stand_in.DeviceArray, "set", put)
     cupy.asarray, cupy.RawModule = asarray, Module
+    class Stream(AbstractContextManager):
+        def __init__(self, non_blocking: bool):
+            assert non_blocking, "a graph on the default stream"
+
+        def begin_capture(self) -> None:
+            meter.captured = []
+
+        def end_capture(self) -> Any:
+            launches, meter.captured = meter.captured, None
+            return SimpleNamespace(launch=lambda: replay(launches))
+
+        def __exit__(self, *_: Any) -> None:
+            pass
+
+    def replay(launches: list[tuple[Any, ...]]) -> None:
+        """What was captured: scalars as they were, arrays by where they lie."""
+        meter.counts["graphs"] += 1
+        for call, grid, block, arguments, shared_mem in launches:
+            call(grid, block, arguments, shared_mem=shared_mem)
+
     cupy.cuda = SimpleNamespace(
+        Stream=Stream,
         Device=lambda: SimpleNamespace(compute_capability=capability, id=0),
         runtime=SimpleNamespace(getDeviceProperties=lambda _: {"name": b"stand-in"}),
     )

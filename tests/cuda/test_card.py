@@ -7,10 +7,11 @@ import pytest
 
 pytest.importorskip("numba", exc_type=ImportError)
 from nanokv.backend import NUMPY, get_backend  # noqa: E402
-from nanokv.errors import BackendError, UsageError  # noqa: E402
+from nanokv.errors import BackendError, CapacityError, UsageError  # noqa: E402
 from nanokv.kernels.choice import PackedMemory  # noqa: E402
 from nanokv.kernels.cuda.arrays import CardMatrix, CardMemory, linear  # noqa: E402
 from nanokv.kernels.cuda.card import Card  # noqa: E402
+from nanokv.kernels.cuda.step import DecodeStep  # noqa: E402
 from nanokv.kv.spec import CacheSpec  # noqa: E402
 from nanokv.kv.tile import Batch  # noqa: E402
 from nanokv.model import choose_numerics  # noqa: E402
@@ -85,6 +86,54 @@ def test_a_decoded_token_copies_nothing_back_and_gets_no_memory(meter, family):
     assert all(counts.get("copies from the card", 0) == 0 for counts in later)
     assert len({counts["launches"] for counts in later}) == 1
     assert max(counts["copies to the card"] for counts in later) <= 8 + 3 * config.num_layers
+
+
+@pytest.mark.parametrize(("family", "kv_dtype", "window"), [(gpt2, None, None), (gpt2, "int8", 20), (llama, "float16", None)])
+def test_a_captured_step_gives_the_bits_of_forward(meter, family, kv_dtype, window):
+    """Three sequences, one of them across the edge of a tile: every step of one graph, against the compiled CPU kernels. While
+    it runs, nothing is allocated, copied or loaded."""
+    config = small_config(dim=16, kv_heads=2) if family is gpt2 else small_llama(heads=4, kv_heads=2, dim=16)
+    params, spec = family.random_params(config, scale=0.2), CacheSpec("paged", 16, window, None, kv_dtype)
+    host, card = both_memories(None)
+    shape = config.num_layers, config.num_kv_heads, config.head_dim
+    pools = [spec.pool(*shape, 30, np.float32, memory) for memory in (NUMPY, get_backend("cupy"))]
+    there = [params.to(memory) for memory in (host, card)]
+    caches = [[pool.new_sequence() for _ in range(3)] for pool in pools]
+    rng = np.random.default_rng(0)
+    for b, count in enumerate((126, 1, 31)):
+        prompt = rng.integers(0, 50, count)
+        for weights, members in zip(there, caches, strict=True):
+            family.forward(weights, prompt, members[b], numerics=COMPILED)
+    step = DecodeStep(there[1], pools[1], 3, 256, get_backend("cupy"))
+    for turn in range(5):
+        tokens = rng.integers(0, 50, 3)
+        expected = family.forward(there[0], tokens, Batch([(cache, 1) for cache in caches[0]]), numerics=COMPILED)
+        step.prepare(caches[1], tokens.tolist())
+        if turn == 1:
+            step.capture()
+        meter.read()
+        step.run()
+        counts = meter.read()
+        assert counts.keys() == ({"launches", "graphs"} if turn else {"launches", "allocations"} & counts.keys())
+        step.finish()
+        assert np.array_equal(step.logits.get(), expected)
+        assert np.array_equal(step.chosen.get(), expected.argmax(axis=1))
+
+
+def test_a_step_refuses_what_it_cannot_hold(meter):
+    config, card = small_config(dim=16), get_backend("cupy")
+    params = gpt2.random_params(config).to(both_memories(None)[1])
+    shape = config.num_layers, config.num_kv_heads, config.head_dim, 12, np.float32, card
+    with pytest.raises(UsageError, match="int4 keeps a tile apart"):
+        DecodeStep(params, CacheSpec("paged", 32, kv_dtype="int4").pool(*shape), 1, 128, card)
+    with pytest.raises(UsageError, match="absolute positions"):
+        DecodeStep(params, CacheSpec("paged", 16, 20, 2).pool(*shape), 1, 128, card)
+    pool = CacheSpec("paged", 16).pool(*shape)
+    step, cache = DecodeStep(params, pool, 1, 100, card), pool.new_sequence()
+    gpt2.forward(params, list(range(50)) * 2 + [0] * 28, cache, numerics=COMPILED)
+    with pytest.raises(CapacityError, match="made for 128 tokens"):
+        step.prepare([cache], [1])
+    assert cache.length == 128
 
 
 def test_exact_on_cupy_is_the_compiled_kernels(meter):

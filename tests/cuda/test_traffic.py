@@ -20,7 +20,7 @@ from sim.shape import Shape, TileSize  # noqa: E402
 from tests.cuda.attention_cases import make_case, run_case  # noqa: E402
 from tests.cuda.machine import Counts  # noqa: E402
 from tests.cuda.test_linear import run as run_linear  # noqa: E402
-from tests.support import examples  # noqa: E402
+from tests.support import ROOT, examples  # noqa: E402
 
 TILE = TileSize(1, 128)
 PLANES = {"K": ("k",), "V": ("v",), "K scales": ("k_scale",), "V scales": ("v_scale",)}
@@ -98,6 +98,16 @@ def test_tiles_apart_are_the_simulators_split_kv(monkeypatch, batch, seq, heads,
     assert reduction.loads["partial O"] == split["reduction"].tensors["partial O"].sram_read
     assert reduction.loads["m"] == reduction.loads["l"] == split["reduction"].tensors["partial LSE"].sram_read
     assert reduction.stores["O"] == split["reduction"].tensors["O"].sram_write
+
+
+def test_the_numbers_in_the_documentation():
+    """docs/gpu.md's table: Llama-3-8B's attention, one layer, one token."""
+    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    for keys in (1024, 8192, 131072):
+        parts = traffic.decode([keys], 32, 8, 128, 4 * 128, 16)
+        loads, partial = parts["attend_tiles"].loads, 2 * sum(parts["attend_tiles"].stores.values())
+        line = f"| {keys:,} | {loads['KV']:,} B | {loads['table']:,} B | {partial:,} B | {partial / loads['KV']:.1%} |"
+        assert line in text
 
 
 @examples(12, suppress_health_check=list(HealthCheck))

@@ -4,7 +4,7 @@
 // combine_tiles combines each query's in order: Flash-Decoding with a fixed split. attend_rows is for many queries (a
 // prefill): a block keeps its queries and folds their tiles in order. Both give the same bits.
 //
-// A block's queries are consecutive ones of one run: rows of one sequence that lie in the same tile, times the G heads that
+// Queries are q [R, Hq, D], rows `stride` apart. A block's queries are consecutive ones of one run: rows of one sequence that lie in the same tile, times the G heads that
 // read one key-value head; query i of a run is row i / G, head h G + i % G. The tables (tables.py makes them):
 //   runs [n, 6]     first row, past the last; first tile in the list, past the last; window (0: none), sinks
 //   tiles [N, 5]    number, which of the sources it lies in, which query it meets (0: q, 1: q_sinks), and the positions
@@ -119,10 +119,10 @@ template <int QUERIES> struct Memory {
 };
 
 template <int QUERIES>
-__device__ void load_queries(In<float> q, const Work<QUERIES>& work, const Memory<QUERIES>& memory, int heads, int dim, float scale) {
+__device__ void load_queries(In<float> q, const Work<QUERIES>& work, const Memory<QUERIES>& memory, int stride, int dim, float scale) {
     for (int i = threadIdx.x; i < work.lines * dim; i += THREADS) {
         int line = i / dim, d = i % dim;
-        memory.query[i] = q[((long long)work.row_of(line) * heads + work.head_of(line)) * dim + d] * scale;
+        memory.query[i] = q[(long long)work.row_of(line) * stride + work.head_of(line) * dim + d] * scale;
     }
 }
 
@@ -284,13 +284,13 @@ template <int QUERIES> __device__ __forceinline__ float value_of(const Memory<QU
 template <int QUERIES>
 __global__ void __launch_bounds__(THREADS)
     attend_tiles(In<float> q, In<float> q_sinks, In<int> positions, In<long long> runs, In<int> tiles, In<long long> sources, In<int> owner, In<int> units, int unit_size,
-                 float fixed, float scale, Out<float> m, Out<float> l, Out<float> o, int heads, int kv_heads, int dim, int most) {
+                 float fixed, float scale, Out<float> m, Out<float> l, Out<float> o, int heads, int kv_heads, int dim, int stride, int most) {
     int at = blockIdx.x;
     if (owner[at] < 0) return;
     Work<QUERIES> work(runs + (long long)owner[at] * RUN_COLUMNS, positions, blockIdx.z * QUERIES, heads / kv_heads, blockIdx.y);
     if (work.lines <= 0) return;
     Memory<QUERIES> memory(dim);
-    load_queries(tiles[(long long)at * TILE_COLUMNS + QUERY] ? q_sinks : q, work, memory, heads, dim, scale);
+    load_queries(tiles[(long long)at * TILE_COLUMNS + QUERY] ? q_sinks : q, work, memory, stride, dim, scale);
     partial_result(tiles + (long long)at * TILE_COLUMNS, sources, units + (long long)at * (TILE / unit_size), unit_size, work, memory,
                    kv_heads, dim, fixed);
     for (int i = threadIdx.x; i < work.lines * dim; i += THREADS) {
@@ -341,7 +341,7 @@ __global__ void __launch_bounds__(THREADS) combine_tiles(In<float> m, In<float> 
 template <int QUERIES>
 __global__ void __launch_bounds__(THREADS)
     attend_rows(In<float> q, In<float> q_sinks, In<int> positions, In<long long> runs, In<int> tiles, In<long long> sources, In<int> pieces, In<int> units, int unit_size,
-                float fixed, float scale, Out<float> out, int heads, int kv_heads, int dim) {
+                float fixed, float scale, Out<float> out, int heads, int kv_heads, int dim, int stride) {
     In<long long> run = runs + (long long)pieces[2 * blockIdx.x] * RUN_COLUMNS;
     Work<QUERIES> work(run, positions, pieces[2 * blockIdx.x + 1], heads / kv_heads, blockIdx.y);
     Memory<QUERIES> memory(dim);
@@ -355,7 +355,7 @@ __global__ void __launch_bounds__(THREADS)
     int loaded = -1;
     for (long long tile = run[FIRST]; tile < run[LAST]; tile++) {
         int which = tiles[tile * TILE_COLUMNS + QUERY];
-        if (which != loaded) load_queries(which ? q_sinks : q, work, memory, heads, dim, scale);
+        if (which != loaded) load_queries(which ? q_sinks : q, work, memory, stride, dim, scale);
         loaded = which;
         partial_result(tiles + tile * TILE_COLUMNS, sources, units + tile * (TILE / unit_size), unit_size, work, memory, kv_heads, dim, fixed);
         if (thread < work.lines) {

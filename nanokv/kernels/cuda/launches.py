@@ -137,22 +137,24 @@ def attend(
     scale: float,
     out: Array,
     partial: tuple[Array, ...],
+    stride: int | None = None,
 ) -> None:
-    """q, q_sinks, out [R, Hq, D]: runs of a few rows by attend_tiles and combine_tiles, whose partial results m, l [N, most, Hq] and
+    """q, q_sinks [R, Hq, D] with rows `stride` elements apart, out [R, Hq, D]: runs of a few rows by attend_tiles and combine_tiles, whose partial results m, l [N, most, Hq] and
     o [N, most, Hq, D] are scratch; the rows of `pieces` by attend_rows."""
     heads, dim = q.shape[1:]
     queries, group = queries_of(dim), heads // kv_heads
     common = tables.units, _i(tables.unit_size), np.float32(fixed), np.float32(scale)
+    shape = _i(heads), _i(kv_heads), _i(dim), _i(stride or heads * dim)
     places = q, q_sinks, tables.positions, tables.runs, tables.tiles, tables.sources
     if tables.most:
         grid = len(tables.tiles), kv_heads, -(-tables.most * group // 8)
-        arguments = [*places, tables.owner, *common, *partial, _i(heads), _i(kv_heads), _i(dim), _i(tables.most)]
+        arguments = [*places, tables.owner, *common, *partial, *shape, _i(tables.most)]
         device.launch("attend_tiles<8>", grid, (THREADS,), 4 * attention_words(8, dim), arguments)
         arguments = [*partial, tables.runs, tables.run_of, out, _i(heads), _i(dim), _i(tables.most)]
         device.launch("combine_tiles", (len(q), heads), (THREADS,), 4 * 2 * THREADS, arguments)
     if len(tables.pieces):
         shared = 4 * (attention_words(queries, dim) + queries * (dim + 4))
-        arguments = [*places, tables.pieces, *common, out, _i(heads), _i(kv_heads), _i(dim)]
+        arguments = [*places, tables.pieces, *common, out, *shape]
         device.launch(f"attend_rows<{queries}>", (len(tables.pieces), kv_heads), (THREADS,), shared, arguments)
 
 
