@@ -2,11 +2,12 @@
 
     python -m benchmarks.gpu_check [--out FILE.json]
 
-Exact: the CUDA kernels give the CPU's bits (the committed digests of the shipped model's logits, small models in every cache
-and weight format), decode and prefill of GPT-2 124M's shape, paged attention at 1k to 128k keys beside the bytes that it
-moves (gpu_exact.py). Fast: logits on CuPy against NumPy's in float32 and float64, cached against uncached on the card, within the bound of
-docs/numerics.md; greedy text of the shipped model on both. Speed: GPT-2 124M's shape with random weights, prefill of 512
-tokens and decode at batch 1, timed by events, medians after a warm-up. Exit code 1 when a check fails.
+Exact: the CUDA kernels give the CPU's bits (the committed digests of the shipped model's logits, small models in every
+cache and weight format); decode and prefill of GPT-2 124M's shape, and paged attention at 1k to 128k keys, beside the
+bytes that they move (gpu_exact.py). Fast: logits on CuPy against NumPy's in float32 and float64, cached against
+uncached on the card, within the bound of docs/numerics.md; greedy text of the shipped model on both; GPT-2 124M's shape
+with random weights, prefill of 512 tokens and decode at batch 1, timed by events, medians after a warm-up. Exit code 1
+when a check fails.
 """
 
 import argparse

@@ -22,12 +22,12 @@ from nanokv.kernels.choice import PackedMemory
 from nanokv.kernels.cuda import launches, traffic
 from nanokv.kernels.cuda.arrays import CardMemory, sent
 from nanokv.kernels.cuda.card import Card
-from nanokv.kernels.cuda.step import DecodeStep
 from nanokv.kernels.cuda.tables import host_tables
 from nanokv.kernels.layout import FLOAT32, NO_LIMIT, RUN_COLUMNS, TILE_COLUMNS
 from nanokv.kv.spec import CacheSpec
 from nanokv.kv.tile import TILE
 from nanokv.models.config import GPT2Config, known_shapes
+from nanokv.models.decode_step import DecodeStep
 from nanokv.models.gpt2 import forward, random_params
 from nanokv.numerics import COMPILED
 
@@ -59,7 +59,13 @@ def same_bits(gpu: Backend) -> list[dict[str, Any]]:
             params.to(CardMemory("cupy", gpu.xp, form)),
             params.to(PackedMemory("numpy", np, form)),
         )
-        for spec in (CacheSpec(), CacheSpec("paged", 16), CacheSpec("paged", 32, kv_dtype="int4"), CacheSpec(window=40, kv_dtype="int8")):
+        for spec in (
+            CacheSpec(),
+            CacheSpec("paged", 16),
+            CacheSpec("paged", 32, kv_dtype="int4"),
+            CacheSpec(window=40, kv_dtype="int8"),
+        ):
+
             def cache(spec: CacheSpec = spec) -> Any:
                 if spec.kind == "paged":
                     return spec.pool(*shape, 320 // spec.block_size + 2, np.float32, gpu).new_sequence()
@@ -138,7 +144,10 @@ def paged_attention(gpu: Backend, timer: Timer) -> list[dict[str, float]]:
         units = rng.permutation(blocks).reshape(len(tiles), -1)
         tables = sent(host_tables(np.array([keys - 1]), runs, tiles, units, block, heads // kv_heads, dim), xp)
         q, out = xp.asarray(rng.standard_normal((1, heads, dim), dtype=np.float32)), xp.zeros((1, heads, dim), dtype=np.float32)
-        partial = tuple(xp.zeros(shape, dtype=np.float32) for shape in ((len(tiles), 1, heads), (len(tiles), 1, heads), (len(tiles), 1, heads, dim)))
+        partial = tuple(
+            xp.zeros(shape, dtype=np.float32)
+            for shape in ((len(tiles), 1, heads), (len(tiles), 1, heads), (len(tiles), 1, heads, dim))
+        )
 
         def call(tables: Any = tables, q: Any = q, out: Any = out, partial: Any = partial) -> None:
             launches.attend(card, q, q, tables, kv_heads, 1.0, dim**-0.5, out, partial)
@@ -154,8 +163,12 @@ def sanitizer() -> str:
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         return "not installed"
-    script = "from nanokv.backend import get_backend; from benchmarks.gpu_exact import same_bits; same_bits(get_backend('cupy'))"
-    done = subprocess.run([tool, "--error-exitcode", "9", sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    script = (
+        "from nanokv.backend import get_backend; from benchmarks.gpu_exact import same_bits; same_bits(get_backend('cupy'))"
+    )
+    done = subprocess.run(
+        [tool, "--error-exitcode", "9", sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     return "clean" if done.returncode == 0 else (done.stdout or done.stderr).strip().splitlines()[-1]
 
 

@@ -58,7 +58,9 @@ def make_case(
         pool.blocks.free_blocks([order[i] for i in rng.permutation(len(order))])  # physical order is any
         members = [pool.new_sequence() for _ in before]
     else:
-        members = [spec.contiguous(layers, kv_heads, dim, max(1, b + n), np.float32, NUMPY) for b, n in zip(before, now, strict=True)]
+        members = [
+            spec.contiguous(layers, kv_heads, dim, max(1, b + n), np.float32, NUMPY) for b, n in zip(before, now, strict=True)
+        ]
         for cache in members:
             assert isinstance(cache, ContiguousCache)
             poison(cache.planes)
@@ -97,7 +99,9 @@ def make_case(
     return Case(*arguments[:10], out), arrays
 
 
-def run_case(case: Case, arrays: dict[str, np.ndarray], order: str = "forwards", few: int = 8, entries: Any = None) -> tuple[np.ndarray, CpuDevice]:
+def run_case(
+    case: Case, arrays: dict[str, np.ndarray], order: str = "forwards", few: int = 8, entries: Any = None
+) -> tuple[np.ndarray, CpuDevice]:
     """The CUDA kernels' output; runs of at most `few` rows by tiles, the others by rows. Scratch starts as NaN."""
     heads, dim = case.q.shape[1:]
     tables = host_tables(case.positions, case.runs, case.tiles, case.units, case.unit_size, heads // case.kv_heads, dim, few)

@@ -16,7 +16,16 @@ import pytest
 from nanokv.kernels.cuda.program import FILES, HERE, KERNELS
 
 HEADER = Path(__file__).parent
-FLAGS = ("-std=c++17", "-ffp-contract=off", "-march=native", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function")
+FLAGS = (
+    "-std=c++17",
+    "-ffp-contract=off",
+    "-march=native",
+    "-shared",
+    "-fPIC",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-function",
+)
 ORDERS = {"forwards": 0, "backwards": 1, "random": 2}
 
 
@@ -39,7 +48,17 @@ def build(file: str, sources: Path = HERE, kernels: Sequence[str] | None = None,
     (folder / "registry.h").write_text("".join(f"KERNEL({name})\n" for name in names), encoding="utf-8")
     library = folder / "kernels.so"
     defines = [f'-DSOURCE="{sources / file}"', f'-DREGISTRY="{folder / "registry.h"}"']
-    command = [compiler(), *FLAGS, *flags, *defines, f"-I{HEADER}", f"-I{sources}", str(HEADER / "host.cpp"), "-o", str(library)]
+    command = [
+        compiler(),
+        *FLAGS,
+        *flags,
+        *defines,
+        f"-I{HEADER}",
+        f"-I{sources}",
+        str(HEADER / "host.cpp"),
+        "-o",
+        str(library),
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[:2000]
     return library
@@ -71,7 +90,9 @@ class Counts:
 
 def bytes_of(array: np.ndarray) -> tuple[int, int]:
     """Where an array lies and how many bytes from there belong to it, gaps included."""
-    return array.__array_interface__["data"][0], sum((n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)) + array.itemsize if array.size else 0
+    return array.__array_interface__["data"][0], sum(
+        (n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)
+    ) + array.itemsize if array.size else 0
 
 
 def launch(
@@ -121,7 +142,9 @@ class CpuDevice:
     def address(self, array: np.ndarray) -> int:
         return bytes_of(array)[0]
 
-    def launch(self, kernel: str, grid: Sequence[int], block: Sequence[int], shared_bytes: int, arguments: Sequence[Any]) -> None:
+    def launch(
+        self, kernel: str, grid: Sequence[int], block: Sequence[int], shared_bytes: int, arguments: Sequence[Any]
+    ) -> None:
         check_limits(kernel, grid, block, shared_bytes)
         self.launched.append(kernel)
         if 0 in grid:
@@ -133,7 +156,9 @@ class CpuDevice:
             if isinstance(value, np.ndarray) and bytes_of(value) not in known
         }
         entry = self.entries.get(FILES[kernel])
-        self.counts[kernel] = launch(kernel, grid, block, shared_bytes, arguments, {**self.tensors, **others}, self.order, entry)
+        self.counts[kernel] = launch(
+            kernel, grid, block, shared_bytes, arguments, {**self.tensors, **others}, self.order, entry
+        )
 
 
 def check_limits(kernel: str, grid: Sequence[int], block: Sequence[int], shared_bytes: int) -> None:

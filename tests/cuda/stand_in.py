@@ -117,6 +117,7 @@ def install(monkeypatch: pytest.MonkeyPatch, meter: Meter, capability: str = "90
     monkeypatch.setattr(stand_in.DeviceArray, "get", get)
     monkeypatch.setattr(stand_in.DeviceArray, "set", put)
     cupy.asarray, cupy.RawModule = asarray, Module
+
     class Stream(AbstractContextManager):
         def __init__(self, non_blocking: bool):
             assert non_blocking, "a graph on the default stream"

@@ -1,4 +1,4 @@
-"""The kernels built with AddressSanitizer, in a process of its own: NumPy's arrays, the fibers' stacks and the header itself."""
+"""The kernels built with AddressSanitizer, in a process of its own: NumPy's arrays, the fibers' stacks, the header itself."""
 
 import os
 import subprocess
@@ -37,6 +37,8 @@ def test_kernels_run_clean_under_address_sanitizer():
     if not os.path.isabs(library):
         pytest.skip("not run: the C++ compiler has no AddressSanitizer")
     environment = {**os.environ, "LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == "clean"

@@ -10,9 +10,17 @@ from tests.cuda.machine import ORDERS
 from tests.support import examples, head_counts
 
 pytest.importorskip("numba", exc_type=ImportError)
-from tests.cuda.attention_cases import make_case, run_case  # noqa: E402
+from tests.cuda.attention_cases import make_case, run_case
 
-FORMATS = [("float32", None), ("float16", None), ("bfloat16", None), ("int8", None), ("fp8", None), ("fp8", 0.02), ("int4", None)]
+FORMATS = [
+    ("float32", None),
+    ("float16", None),
+    ("bfloat16", None),
+    ("int8", None),
+    ("fp8", None),
+    ("fp8", 0.02),
+    ("int4", None),
+]
 LENGTHS = st.one_of(st.integers(0, 20), st.sampled_from([31, 63, 64, 127, 128, 129, 255, 256, 300]))
 
 
@@ -26,10 +34,15 @@ def specs(draw: st.DrawFn) -> CacheSpec:
     return CacheSpec(kind, block, window, sinks, kv_dtype, scale)
 
 
+SEQUENCES = st.lists(st.tuples(LENGTHS, st.sampled_from([1, 1, 1, 2, 5, 9, 40])), min_size=1, max_size=3)  # before, now
+WIDTHS = st.sampled_from([1, 4, 6, 8, 32, 33, 64, 68])
+FLAGS = st.tuples(st.booleans(), st.booleans())  # many rows' kernel for all; another query for the sinks
+
+
 @examples(20, suppress_health_check=list(HealthCheck))
-@given(specs(), st.lists(st.tuples(LENGTHS, st.sampled_from([1, 1, 1, 2, 5, 9, 40])), min_size=1, max_size=3), head_counts(),
-       st.sampled_from([1, 4, 6, 8, 32, 33, 64, 68]), st.sampled_from(list(ORDERS)), st.booleans(), st.booleans(), st.integers(0, 99))  # fmt: skip
-def test_attention_has_the_bits_of_the_compiled_kernels(monkeypatch, spec, sequences, heads, dim, order, by_rows, second, seed):
+@given(specs(), SEQUENCES, head_counts(), WIDTHS, st.sampled_from(list(ORDERS)), FLAGS, st.integers(0, 99))
+def test_attention_has_the_bits_of_the_compiled_kernels(monkeypatch, spec, sequences, heads, dim, order, flags, seed):
+    by_rows, second = flags
     before, now = zip(*sequences, strict=True)
     second = second and bool(spec.sinks)
     case, arrays = make_case(monkeypatch, spec, list(before), list(now), *heads, dim, seed, second)

@@ -6,22 +6,22 @@ import numpy as np
 import pytest
 
 pytest.importorskip("numba", exc_type=ImportError)
-from nanokv.backend import NUMPY, get_backend  # noqa: E402
-from nanokv.errors import BackendError, CapacityError, UsageError  # noqa: E402
-from nanokv.kernels.choice import PackedMemory  # noqa: E402
-from nanokv.kernels.cuda.arrays import CardMatrix, CardMemory, linear  # noqa: E402
-from nanokv.kernels.cuda.card import Card  # noqa: E402
-from nanokv.kernels.cuda.step import DecodeStep  # noqa: E402
-from nanokv.kv.spec import CacheSpec  # noqa: E402
-from nanokv.kv.tile import Batch  # noqa: E402
-from nanokv.model import choose_numerics  # noqa: E402
-from nanokv.models import gpt2, llama  # noqa: E402
-from nanokv.numerics import COMPILED, FAST  # noqa: E402
-from tests import stand_in  # noqa: E402
-from tests.cuda.machine import compiler  # noqa: E402
-from tests.cuda.stand_in import Meter, install  # noqa: E402
-from tests.llama_support import small_llama  # noqa: E402
-from tests.support import small_config  # noqa: E402
+from nanokv.backend import NUMPY, get_backend
+from nanokv.errors import BackendError, CapacityError, UsageError
+from nanokv.kernels.choice import PackedMemory
+from nanokv.kernels.cuda.arrays import CardMatrix, CardMemory, linear
+from nanokv.kernels.cuda.card import Card
+from nanokv.kv.spec import CacheSpec
+from nanokv.kv.tile import Batch
+from nanokv.model import choose_numerics
+from nanokv.models import gpt2, llama
+from nanokv.models.decode_step import DecodeStep
+from nanokv.numerics import COMPILED, FAST
+from tests import stand_in
+from tests.cuda.machine import compiler
+from tests.cuda.stand_in import Meter, install
+from tests.llama_support import small_llama
+from tests.support import small_config
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def test_a_model_on_the_card_has_the_processors_bits(meter, spec, family, form):
         tokens, out = np.random.default_rng(0).integers(0, config.vocab_size, 170), []
         out.append(family.forward(there, tokens[:130], caches[0], numerics=COMPILED))
         out.append(family.forward(there, tokens[:3], caches[1], numerics=COMPILED))
-        for step in range(2):
-            out.append(family.forward(there, tokens[step : step + 2], Batch([(cache, 1) for cache in caches]), numerics=COMPILED))
+        batch = Batch([(cache, 1) for cache in caches])
+        out += [family.forward(there, tokens[step : step + 2], batch, numerics=COMPILED) for step in range(2)]
         results.append([a.get() if isinstance(a, stand_in.DeviceArray) else a for a in out])
     for host_logits, card_logits in zip(*results, strict=True):
         assert np.array_equal(host_logits, card_logits)
@@ -76,7 +76,9 @@ def test_a_decoded_token_copies_nothing_back_and_gets_no_memory(meter, family):
     config = small_config(dim=16) if family is gpt2 else small_llama(heads=4, kv_heads=2, dim=16)
     _, card = both_memories(None)
     params = family.random_params(config).to(card)
-    pool = CacheSpec("paged", 16).pool(config.num_layers, config.num_kv_heads, config.head_dim, 12, np.float32, get_backend("cupy"))
+    pool = CacheSpec("paged", 16).pool(
+        config.num_layers, config.num_kv_heads, config.head_dim, 12, np.float32, get_backend("cupy")
+    )
     cache, seen = pool.new_sequence(), []
     for token in range(30):
         family.forward(params, [token % 50], cache, numerics=COMPILED)

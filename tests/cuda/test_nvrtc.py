@@ -6,16 +6,20 @@ Every day a kernel of each source for one architecture; in the thorough profile 
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from nanokv.kernels.cuda.program import KERNELS, OPTIONS, compile_for, first_error, source
+from nanokv.kernels.cuda.program import KERNELS, OPTIONS, first_error, source
 from tests.support import EVERYDAY
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100")
-EVERY_DAY = {"linear.cu": ["linear_segments<Int4, 8>", "linear_rows<Float32>"], "attention.cu": ["attend_tiles<8>", "combine_tiles"]}
+EVERY_DAY = {
+    "linear.cu": ["linear_segments<Int4, 8>", "linear_rows<Float32>"],
+    "attention.cu": ["attend_tiles<8>", "combine_tiles"],
+}
 BLOCKS = {"linear_segments": 128, "linear_rows": 256, "attend_tiles": 128, "attend_rows": 128, "combine_tiles": 128,
           "layer_norm": 128, "rms_norm": 128, "append": 128, "argmax": 1024}  # fmt: skip
 REGISTERS = 65536  # of a multiprocessor, on every card since sm_75
@@ -29,6 +33,27 @@ def usable() -> None:
         nvrtc.getVersion()
     except Exception as error:  # the loader of the library promises no type
         pytest.skip(f"not run: NVRTC is not installed ({str(error).splitlines()[0][:80]})")
+
+
+def compile_for(file: str, architecture: str, names: Sequence[str]) -> tuple[bytes, str, dict[str, str]]:
+    """A source compiled by NVRTC, which takes no card: cubin, the compiler's log, and each kernel's name in it.
+
+    RuntimeError with the first error where the source is wrong or the architecture unknown.
+    """
+    from cupy.cuda import nvrtc
+
+    program = nvrtc.createProgram(source(file), file, (), ())
+    try:
+        for name in names:
+            nvrtc.addNameExpression(program, name)
+        try:
+            nvrtc.compileProgram(program, (*OPTIONS, f"--gpu-architecture={architecture}", "--ptxas-options=-v"))
+        except nvrtc.NVRTCError as error:
+            raise RuntimeError(f"{file} for {architecture}: {first_error(nvrtc.getProgramLog(program))}") from error
+        lowered = {name: nvrtc.getLoweredName(program, name) for name in names}
+        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program), lowered
+    finally:
+        nvrtc.destroyProgram(program)
 
 
 def report(log: str) -> dict[str, tuple[int, int]]:
@@ -83,6 +108,15 @@ def test_sources_pass_nvcc_where_it_is_installed(tmp_path: Path):
         pytest.skip("not run: no nvcc, or not the thorough profile")
     for file in KERNELS:
         (tmp_path / file).write_text(source(file), encoding="utf-8")
-        command = [nvcc, "-std=c++17", "--fmad=false", "-arch=sm_90", "-ptx", str(tmp_path / file), "-o", str(tmp_path / "out.ptx")]
+        command = [
+            nvcc,
+            "-std=c++17",
+            "--fmad=false",
+            "-arch=sm_90",
+            "-ptx",
+            str(tmp_path / file),
+            "-o",
+            str(tmp_path / "out.ptx"),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[:1000]

@@ -1,4 +1,4 @@
-"""Norms, activations, positions, the cache's writes and greedy choice on the CPU: the compiled kernels' and the codecs' bits."""
+"""Norms, activations, positions, cache writes and greedy choice on the CPU: the compiled kernels' and the codecs' bits."""
 
 import numpy as np
 import pytest

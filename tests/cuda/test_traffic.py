@@ -6,21 +6,21 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 pytest.importorskip("numba", exc_type=ImportError)
-from nanokv.kernels.cuda import traffic  # noqa: E402
-from nanokv.kernels.matrix import FORMATS, pack  # noqa: E402
-from nanokv.kv.spec import CacheSpec  # noqa: E402
-from sim.formats import get_format  # noqa: E402
-from sim.memory import Counts as Simulated  # noqa: E402
-from sim.memory import Machine, Values  # noqa: E402
-from sim.problem import make_problem  # noqa: E402
-from sim.schedules.decode import Decode  # noqa: E402
-from sim.schedules.paged import PagedDecode  # noqa: E402
-from sim.schedules.split_kv import SplitKV  # noqa: E402
-from sim.shape import Shape, TileSize  # noqa: E402
-from tests.cuda.attention_cases import make_case, run_case  # noqa: E402
-from tests.cuda.machine import Counts  # noqa: E402
-from tests.cuda.test_linear import run as run_linear  # noqa: E402
-from tests.support import ROOT, examples  # noqa: E402
+from nanokv.kernels.cuda import traffic
+from nanokv.kernels.matrix import FORMATS, pack
+from nanokv.kv.spec import CacheSpec
+from sim.formats import get_format
+from sim.memory import Counts as Simulated
+from sim.memory import Machine, Values
+from sim.problem import make_problem
+from sim.schedules.decode import Decode
+from sim.schedules.paged import PagedDecode
+from sim.schedules.split_kv import SplitKV
+from sim.shape import Shape, TileSize
+from tests.cuda.attention_cases import make_case, run_case
+from tests.cuda.machine import Counts
+from tests.cuda.test_linear import run as run_linear
+from tests.support import ROOT, examples
 
 TILE = TileSize(1, 128)
 PLANES = {"K": ("k",), "V": ("v",), "K scales": ("k_scale",), "V scales": ("v_scale",)}
@@ -111,7 +111,13 @@ def test_the_numbers_in_the_documentation():
 
 
 @examples(12, suppress_health_check=list(HealthCheck))
-@given(st.sampled_from(FORMATS), st.integers(1, 140), st.sampled_from([1, 32, 64, 100, 200]), st.sampled_from([1, 64, 130]), st.booleans())
+@given(
+    st.sampled_from(FORMATS),
+    st.integers(1, 140),
+    st.sampled_from([1, 32, 64, 100, 200]),
+    st.sampled_from([1, 64, 130]),
+    st.booleans(),
+)
 def test_linear_moves_what_it_states(form, rows, inputs, outputs, with_bias):
     rng = np.random.default_rng(0)
     matrix = pack(rng.standard_normal((outputs, inputs), dtype=np.float32), form)

@@ -22,12 +22,14 @@ class Card:
         device = cupy.cuda.Device()
         if int(device.compute_capability) < OLDEST:
             name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
+            found, needed = int(device.compute_capability) / 10, OLDEST / 10
             raise BackendError(
-                f"the kernels need compute capability {OLDEST / 10} or later, and {name} has {int(device.compute_capability) / 10}: "
-                "use --numerics fast"
+                f"the kernels need compute capability {needed} or later, and {name} has {found}: use --numerics fast"
             )
 
-    def launch(self, kernel: str, grid: Sequence[int], block: Sequence[int], shared_bytes: int, arguments: Sequence[Any]) -> None:
+    def launch(
+        self, kernel: str, grid: Sequence[int], block: Sequence[int], shared_bytes: int, arguments: Sequence[Any]
+    ) -> None:
         if 0 not in grid:
             function = self._functions.get(kernel) or self._load(kernel)
             function(tuple(grid), tuple(block), tuple(arguments), shared_mem=shared_bytes)

@@ -30,7 +30,9 @@ _i = np.int32
 class Device(Protocol):
     """A card, or what stands for one."""
 
-    def launch(self, kernel: str, grid: Sequence[int], block: Sequence[int], shared_bytes: int, arguments: Sequence[Any]) -> None:
+    def launch(
+        self, kernel: str, grid: Sequence[int], block: Sequence[int], shared_bytes: int, arguments: Sequence[Any]
+    ) -> None:
         """Queues a kernel by its name in program.KERNELS. Arguments: arrays and typed NumPy scalars."""
         ...
 
@@ -87,7 +89,9 @@ def linear(device: Device, x: Array, matrix: PackedPlanes, bias: Array | None, o
     segments = segments_of(inputs)
     grid = panels, -(-segments // FEW_WARPS), -(-rows // each)
     arguments = [x, *planes, sums, _i(rows), _i(inputs), _i(outputs)]
-    device.launch(f"linear_segments<{kind_of(matrix)}, {each}>", grid, (32, FEW_WARPS), 4 * FEW_WARPS * each * SEGMENT, arguments)
+    device.launch(
+        f"linear_segments<{kind_of(matrix)}, {each}>", grid, (32, FEW_WARPS), 4 * FEW_WARPS * each * SEGMENT, arguments
+    )
     arguments = [sums, *biased, out, _i(segments), _i(rows), _i(outputs)]
     device.launch("linear_sum", (-(-rows * outputs // FLAT),), (FLAT,), 0, arguments)
 
@@ -107,7 +111,9 @@ def attention_words(queries: int, dim: int) -> int:
 def queries_of(dim: int) -> int:
     """Queries a block of attend_rows: 16 where they and their outputs fit in the 48 KB that every card gives a block."""
     if dim > WIDEST_HEAD:
-        raise UsageError(f"heads {dim} wide do not fit the attention kernels, which take up to {WIDEST_HEAD}: use --numerics fast")
+        raise UsageError(
+            f"heads {dim} wide do not fit the attention kernels, which take up to {WIDEST_HEAD}: use --numerics fast"
+        )
     return 16 if dim <= 128 else 8
 
 
@@ -139,8 +145,11 @@ def attend(
     partial: tuple[Array, ...],
     stride: int | None = None,
 ) -> None:
-    """q, q_sinks [R, Hq, D] with rows `stride` elements apart, out [R, Hq, D]: runs of a few rows by attend_tiles and combine_tiles, whose partial results m, l [N, most, Hq] and
-    o [N, most, Hq, D] are scratch; the rows of `pieces` by attend_rows."""
+    """q, q_sinks [R, Hq, D] with rows `stride` elements apart, out [R, Hq, D].
+
+    Runs of a few rows by attend_tiles and combine_tiles, whose partial results m, l [N, most, Hq] and o [N, most, Hq, D] are
+    scratch; the rows of `pieces` by attend_rows.
+    """
     heads, dim = q.shape[1:]
     queries, group = queries_of(dim), heads // kv_heads
     common = tables.units, _i(tables.unit_size), np.float32(fixed), np.float32(scale)
@@ -168,7 +177,17 @@ def layer_norm(device: Device, x: Array, weight: Array, bias: Array, eps: float,
 def rms_norm(device: Device, x: Array, weight: Array, eps: float, out: Array, stride: int | None = None) -> None:
     """x [R, K] or [R, H, K] with rows `stride` elements apart -> out of the same shape, without gaps."""
     rows, heads, width = (len(x), 1, x.shape[1]) if x.ndim == 2 else x.shape
-    arguments = [x, weight, np.float32(eps), np.float32(1 / width), out, _i(rows), _i(heads), _i(width), _i(stride or heads * width)]
+    arguments = [
+        x,
+        weight,
+        np.float32(eps),
+        np.float32(1 / width),
+        out,
+        _i(rows),
+        _i(heads),
+        _i(width),
+        _i(stride or heads * width),
+    ]
     device.launch("rms_norm", (-(-rows * heads // 4),), (32, 4), 0, arguments)
 
 
@@ -192,7 +211,16 @@ def rotate(device: Device, x: Array, cos: Array, sin: Array, adjacent: bool, out
 def embed(device: Device, tokens: Array, table: Array, positions: Array, places: Array | None, out: Array) -> None:
     """tokens, positions [R] int32, table [V, E], places [., E] or None -> out [R, E]"""
     rows, width = out.shape
-    arguments = [tokens, table, positions, table if places is None else places, _i(places is not None), out, _i(rows), _i(width)]
+    arguments = [
+        tokens,
+        table,
+        positions,
+        table if places is None else places,
+        _i(places is not None),
+        out,
+        _i(rows),
+        _i(width),
+    ]
     device.launch("embed", (-(-out.size // FLAT),), (FLAT,), 0, arguments)
 
 
@@ -207,7 +235,14 @@ def argmax(device: Device, logits: Array, tokens: Array) -> None:
 
 
 def append(
-    device: Device, x: Array, slots: Array, codec: int, codes: Array, scales: Array | None, fixed: float, stride: int | None = None
+    device: Device,
+    x: Array,
+    slots: Array,
+    codec: int,
+    codes: Array,
+    scales: Array | None,
+    fixed: float,
+    stride: int | None = None,
 ) -> None:
     """x [R, H, D] with rows `stride` elements apart into the slots [R] int32 of planes in the KV format `codec`, a number of
     nanokv.kernels.layout."""

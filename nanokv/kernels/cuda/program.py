@@ -5,7 +5,6 @@ which goes by the text, sees an edit of a header. Names are C++'s: a template's 
 """
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -58,25 +57,3 @@ def first_error(log: str) -> str:
     """The line of a compiler's output that says what is wrong."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return next((line for line in lines if re.search(r"\berror\b", line)), lines[0] if lines else "the compiler said nothing")
-
-
-def compile_for(file: str, architecture: str, kernels: Sequence[str] | None = None) -> tuple[bytes, str, dict[str, str]]:
-    """A source compiled by NVRTC, which takes no card: cubin, the compiler's log, and each kernel's name in it.
-
-    Raises what cupy_backends raises: its NVRTCError where the source is wrong or the architecture unknown.
-    """
-    from cupy.cuda import nvrtc
-
-    names = KERNELS[file] if kernels is None else kernels
-    program = nvrtc.createProgram(source(file), file, (), ())
-    try:
-        for name in names:
-            nvrtc.addNameExpression(program, name)
-        try:
-            nvrtc.compileProgram(program, (*OPTIONS, f"--gpu-architecture={architecture}", "--ptxas-options=-v"))
-        except nvrtc.NVRTCError as error:
-            raise RuntimeError(f"{file} for {architecture}: {first_error(nvrtc.getProgramLog(program))}") from error
-        lowered = {name: nvrtc.getLoweredName(program, name) for name in names}
-        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program), lowered
-    finally:
-        nvrtc.destroyProgram(program)

@@ -11,7 +11,14 @@ ARRAYS = tuple(field.name for field in fields(Tables) if field.name not in ("uni
 
 
 def host_tables(
-    positions: np.ndarray, runs: np.ndarray, tiles: np.ndarray, units: np.ndarray, unit_size: int, group: int, dim: int, few: int = FEW
+    positions: np.ndarray,
+    runs: np.ndarray,
+    tiles: np.ndarray,
+    units: np.ndarray,
+    unit_size: int,
+    group: int,
+    dim: int,
+    few: int = FEW,
 ) -> Tables:
     """positions [R], runs [n, 6], tiles [N, 11], units [N, T / unit_size] -> the kernels' tables, still in host memory.
 

@@ -69,9 +69,10 @@ class DecodeStep:
         count, each = batch * -(-most_tokens // TILE), TILE // pool.block_size
         self._each_tiles = count // batch
         half = (batch, dim // 2)
+        row = ((batch,), I)
         self._sent = _Sent(
-            xp, tokens=((batch,), I), positions=((batch,), I), slots=((batch,), I), runs=((batch, layout.RUN_COLUMNS), np.int64),
-            tiles=((count, 5), I), units=((count, each), I), owner=((count,), I), run_of=((batch,), I), cos=(half, F), sin=(half, F),
+            xp, tokens=row, positions=row, slots=row, run_of=row, runs=((batch, layout.RUN_COLUMNS), np.int64), cos=(half, F),
+            sin=(half, F), tiles=((count, 5), I), units=((count, each), I), owner=((count,), I),
         )  # fmt: skip
         self._sent.host["run_of"][:] = np.arange(batch)
         planes = pool.storage.k, pool.storage.v
@@ -199,7 +200,9 @@ class DecodeStep:
         self._linear(self._mixed.reshape(batch, -1), block.proj_weight, block.proj_bias, self._y)
         launches.add(card, self._x, self._y)
         launches.layer_norm(card, self._x, block.ln_2_weight, block.ln_2_bias, eps, self._h)
-        wide, inner = (each.reshape(-1)[: batch * block.fc_weight.shape[0]].reshape(batch, -1) for each in (self._wide, self._inner))
+        wide, inner = (
+            each.reshape(-1)[: batch * block.fc_weight.shape[0]].reshape(batch, -1) for each in (self._wide, self._inner)
+        )
         self._linear(self._h, block.fc_weight, block.fc_bias, wide)
         launches.gelu_new(card, wide, inner)
         self._linear(inner, block.out_weight, block.out_bias, self._y)
