@@ -9,21 +9,39 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import nanokv
-from nanokv.backend import Backend, to_numpy
+from nanokv.backend import NUMPY, Backend, to_numpy
 from nanokv.errors import NanoKVError
 from nanokv.kernels.choice import PackedMemory
 from nanokv.kernels.cuda import launches, traffic
 from nanokv.kernels.cuda.arrays import CardMemory, sent
 from nanokv.kernels.cuda.card import Card
 from nanokv.kernels.cuda.tables import host_tables
-from nanokv.kernels.layout import FLOAT32, NO_LIMIT, RUN_COLUMNS, TILE_COLUMNS
+from nanokv.kernels.layout import (
+    BEGIN,
+    CODEC,
+    END,
+    FIRST,
+    FLOAT32,
+    HIGH,
+    KEYS,
+    LAST,
+    NO_LIMIT,
+    NUMBER,
+    RUN_COLUMNS,
+    TILE_COLUMNS,
+    VALUES,
+)  # fmt: skip
+from nanokv.kernels.matrix import FORMATS
+from nanokv.kv.contiguous import ContiguousCache
+from nanokv.kv.paged import PagedCache
 from nanokv.kv.spec import CacheSpec
 from nanokv.kv.tile import TILE
 from nanokv.models.config import GPT2Config, known_shapes
@@ -32,6 +50,7 @@ from nanokv.models.gpt2 import forward, random_params
 from nanokv.numerics import COMPILED
 
 DIGESTS = Path(__file__).parent.parent / "tests" / "kernels" / "default_logits.json"
+SPECS = (CacheSpec(), CacheSpec("paged", 16), CacheSpec("paged", 32, kv_dtype="int4"), CacheSpec(window=40, kv_dtype="int8"))
 Timer = Callable[[Callable[[], Any], int], float]  # call, repeats -> milliseconds
 
 
@@ -48,33 +67,20 @@ def digests(backend: str) -> dict[str, bool]:
     return found
 
 
-def same_bits(gpu: Backend) -> list[dict[str, Any]]:
+def same_bits(gpu: Backend, forms: Sequence[str] = FORMATS, tokens: int = 300) -> list[dict[str, Any]]:
     """Small models in every cache and weight format: cached against uncached on the card, and the card against the CPU."""
     rows = []
     config = GPT2Config(500, 320, 128, 2, 8, 2, 512)
-    params, tokens = random_params(config, scale=0.1), np.random.default_rng(0).integers(0, 500, 300)
+    params, ids = random_params(config, scale=0.1), np.random.default_rng(0).integers(0, 500, tokens)
     shape = config.num_layers, config.num_kv_heads, config.head_dim
-    for form in ("float32", "bf16", "fp16", "int8", "int4"):
-        card, host = (
-            params.to(CardMemory("cupy", gpu.xp, form)),
-            params.to(PackedMemory("numpy", np, form)),
-        )
-        for spec in (
-            CacheSpec(),
-            CacheSpec("paged", 16),
-            CacheSpec("paged", 32, kv_dtype="int4"),
-            CacheSpec(window=40, kv_dtype="int8"),
-        ):
-
-            def cache(spec: CacheSpec = spec) -> Any:
-                if spec.kind == "paged":
-                    return spec.pool(*shape, 320 // spec.block_size + 2, np.float32, gpu).new_sequence()
-                return spec.contiguous(*shape, 320, np.float32, gpu)
-
-            whole, pieces, one = to_numpy(forward(card, tokens, cache(), numerics=COMPILED)), [], cache()
-            for start, stop in ((0, 130), (130, 131), (131, 290), (290, 300)):
-                pieces.append(to_numpy(forward(card, tokens[start:stop], one, numerics=COMPILED)))
-            expected = forward(host, tokens, spec.contiguous(*shape, 320, np.float32, nanokv.backend.NUMPY), numerics=COMPILED)
+    edges = [0, *(n for n in (130, 131, 290) if n < tokens), tokens]
+    for form in forms:
+        card, host = params.to(CardMemory("cupy", gpu.xp, form)), params.to(PackedMemory("numpy", np, form))
+        for spec in SPECS:
+            whole = to_numpy(forward(card, ids, new_cache(spec, shape, gpu), numerics=COMPILED))
+            cache = new_cache(spec, shape, gpu)
+            pieces = [to_numpy(forward(card, ids[a:b], cache, numerics=COMPILED)) for a, b in pairwise(edges)]
+            expected = forward(host, ids, new_cache(spec, shape, NUMPY), numerics=COMPILED)
             rows.append({
                 "weights": form, "cache": f"{spec.kind} {spec.kv_dtype or 'float32'}",
                 "cached_is_uncached": bool(np.array_equal(np.concatenate(pieces), whole)),
@@ -83,26 +89,33 @@ def same_bits(gpu: Backend) -> list[dict[str, Any]]:
     return rows
 
 
-def decode(gpu: Backend, timer: Timer) -> list[dict[str, float]]:
-    """GPT-2 124M's shape, one token for 1, 8 and 64 sequences of 512: microseconds a step, with and without a graph, beside the
-    bytes that the step moves."""
-    config = known_shapes()["gpt2"]
+def new_cache(spec: CacheSpec, shape: tuple[int, int, int], backend: Backend) -> ContiguousCache | PagedCache:
+    """An empty cache for 320 tokens."""
+    if spec.kind == "paged":
+        return spec.pool(*shape, 320 // spec.block_size + 2, np.float32, backend).new_sequence()
+    return spec.contiguous(*shape, 320, np.float32, backend)
+
+
+def decode(
+    gpu: Backend, timer: Timer, config: GPT2Config, batches: Sequence[int] = (1, 8, 64), context: int = 512
+) -> list[dict[str, float]]:
+    """One token for each of some sequences: microseconds a step, with and without a graph, beside the bytes that it moves."""
     params = random_params(config).to(CardMemory("cupy", gpu.xp))
     rows = []
-    for batch in (1, 8, 64):
+    for batch in batches:
         pool = CacheSpec("paged", 16).pool(
-            config.num_layers, config.num_kv_heads, config.head_dim, batch * 34 + 1, np.float32, gpu
+            config.num_layers, config.num_kv_heads, config.head_dim, batch * (context // 16 + 2) + 1, np.float32, gpu
         )
         caches = [pool.new_sequence() for _ in range(batch)]
         for cache in caches:
-            forward(params, np.zeros(512, np.int64), cache, rows=slice(-1, None), numerics=COMPILED)
-        step = DecodeStep(params, pool, batch, 520, gpu)
+            forward(params, np.zeros(context, np.int64), cache, rows=slice(-1, None), numerics=COMPILED)
+        step = DecodeStep(params, pool, batch, context + 8, gpu)
         step.prepare(caches, [0] * batch)
         plain = timer(step.run, 30) * 1e3
         step.capture()
         graph = timer(step.run, 30) * 1e3
         heads, dim = config.num_heads, config.head_dim
-        attention = sum(each.nbytes for each in traffic.decode([513] * batch, heads, heads, dim, 4 * dim, 16).values())
+        attention = sum(each.nbytes for each in traffic.decode([context + 1] * batch, heads, heads, dim, 4 * dim, 16).values())
         weights = sum(each.nbytes for block in params.blocks for each in vars(block).values()) + params.head.nbytes
         rows.append({
             "batch": batch, "us": plain, "us_graph": graph, "us_a_token": graph / batch,
@@ -111,36 +124,37 @@ def decode(gpu: Backend, timer: Timer) -> list[dict[str, float]]:
     return rows
 
 
-def prefill(gpu: Backend, timer: Timer) -> dict[str, float]:
-    """GPT-2 124M's shape, 512 tokens: milliseconds, and TFLOP/s of its products."""
-    config = known_shapes()["gpt2"]
+def prefill(gpu: Backend, timer: Timer, config: GPT2Config, tokens: int = 512) -> dict[str, float]:
+    """The logits after a prompt: milliseconds, and TFLOP/s of its products."""
     params = random_params(config).to(CardMemory("cupy", gpu.xp))
-    cache = CacheSpec().contiguous(config.num_layers, config.num_kv_heads, config.head_dim, 520, np.float32, gpu)
+    cache = CacheSpec().contiguous(config.num_layers, config.num_kv_heads, config.head_dim, tokens, np.float32, gpu)
 
     def call() -> None:
         cache.reset()
-        forward(params, np.zeros(512, np.int64), cache, rows=slice(-1, None), numerics=COMPILED)
+        forward(params, np.zeros(tokens, np.int64), cache, rows=slice(-1, None), numerics=COMPILED)
 
     matrices = sum(each.shape[0] * each.shape[1] for block in params.blocks for each in vars(block).values() if each.ndim == 2)
-    flops = 2 * 512 * matrices + 4 * config.num_layers * config.num_heads * config.head_dim * 512 * 513 // 2
+    flops = 2 * tokens * matrices + 4 * config.num_layers * config.num_heads * config.head_dim * tokens * (tokens + 1) // 2
     ms = timer(call, 10)
     return {"ms": ms, "tflops": flops / ms / 1e9}
 
 
-def paged_attention(gpu: Backend, timer: Timer) -> list[dict[str, float]]:
-    """attend_tiles and combine_tiles for one token of a sequence of 1k to 128k keys, 32 query and 8 key-value heads of width
-    128, float32, blocks of 16 in random order: microseconds beside traffic.py's bytes."""
+def paged_attention(
+    gpu: Backend, timer: Timer, sizes: Sequence[int] = (1024, 4096, 16384, 65536, 131072)
+) -> list[dict[str, float]]:
+    """attend_tiles and combine_tiles for one token of a sequence, 32 query and 8 key-value heads of width 128, float32, blocks
+    of 16 in random order: microseconds beside traffic.py's bytes."""
     xp, card, rows = gpu.xp, Card(gpu.xp), []
     heads, kv_heads, dim, block = 32, 8, 128, 16
     rng = np.random.default_rng(0)
-    for keys in (1024, 4096, 16384, 65536, 131072):
+    for keys in sizes:
         blocks = keys // block
         k, v = (xp.asarray(rng.standard_normal((keys * kv_heads, dim), dtype=np.float32)) for _ in range(2))
         tiles = np.zeros((keys // TILE, TILE_COLUMNS), np.int64)
-        tiles[:, 0] = np.arange(len(tiles))
-        tiles[:, [1, 2, 5, 10]] = FLOAT32, card.address(k), card.address(v), NO_LIMIT
+        tiles[:, NUMBER] = np.arange(len(tiles))
+        tiles[:, [CODEC, KEYS, VALUES, HIGH]] = FLOAT32, card.address(k), card.address(v), NO_LIMIT
         runs = np.zeros((1, RUN_COLUMNS), np.int64)
-        runs[0, :4] = 0, 1, 0, len(tiles)
+        runs[0, [BEGIN, END, FIRST, LAST]] = 0, 1, 0, len(tiles)
         units = rng.permutation(blocks).reshape(len(tiles), -1)
         tables = sent(host_tables(np.array([keys - 1]), runs, tiles, units, block, heads // kv_heads, dim), xp)
         q, out = xp.asarray(rng.standard_normal((1, heads, dim), dtype=np.float32)), xp.zeros((1, heads, dim), dtype=np.float32)
@@ -178,8 +192,8 @@ def check(gpu: Backend, timer: Timer) -> dict[str, Any]:
     for name, part in (
         ("digests", lambda: digests("cupy")),
         ("same_bits", lambda: same_bits(gpu)),
-        ("decode", lambda: decode(gpu, timer)),
-        ("prefill", lambda: prefill(gpu, timer)),
+        ("decode", lambda: decode(gpu, timer, known_shapes()["gpt2"])),
+        ("prefill", lambda: prefill(gpu, timer, known_shapes()["gpt2"])),
         ("paged_attention", lambda: paged_attention(gpu, timer)),
         ("compute_sanitizer", sanitizer),
     ):

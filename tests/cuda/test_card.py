@@ -138,6 +138,26 @@ def test_a_step_refuses_what_it_cannot_hold(meter):
     assert cache.length == 128
 
 
+def test_the_parts_of_the_check_on_a_card_run(meter):
+    """benchmarks/gpu_exact.py on the stand-in, small: what it compares is equal, what it counts is there."""
+    from benchmarks import gpu_exact
+
+    def timer(call, _):
+        call()
+        return 1.0
+
+    gpu, config = get_backend("cupy"), small_config(dim=16, positions=64)
+    found = {
+        "same_bits": gpu_exact.same_bits(gpu, ["fp16"], 20), "digests": {}, "compute_sanitizer": "not installed",
+    }  # fmt: skip
+    assert gpu_exact.passed(found)
+    assert not gpu_exact.passed(found | {"digests": {"prompt": False}})
+    (decoded,) = gpu_exact.decode(gpu, timer, config, [2], 20)
+    assert decoded["bytes"] > config.num_layers * 2 * 4 * 16 * 21
+    assert gpu_exact.prefill(gpu, timer, config, 20)["tflops"] > 0
+    assert [row["keys"] for row in gpu_exact.paged_attention(gpu, timer, [256])] == [256]
+
+
 def test_exact_on_cupy_is_the_compiled_kernels(meter):
     cupy = get_backend("cupy")
     assert choose_numerics("exact", cupy) is COMPILED
