@@ -44,7 +44,12 @@ EXACT, COMPILED, FAST = Numerics.EXACT, Numerics.COMPILED, Numerics.FAST
 def compiled_kernels(array: Array) -> ModuleType:
     """The compiled kernels for arrays like this one: the processor's or the card's. Imported at the first call, since they
     take numba or CuPy."""
-    return import_module("nanokv.kernels.compiled" if module_of(array) is np else "nanokv.kernels.cuda.arrays")
+    return _imported("nanokv.kernels.compiled" if module_of(array) is np else "nanokv.kernels.cuda.arrays")
+
+
+@cache
+def _imported(name: str) -> ModuleType:
+    return import_module(name)
 
 
 def linear(x: Array, weight: Array, bias: Array | None = None, numerics: Numerics = EXACT) -> Array:

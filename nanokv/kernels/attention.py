@@ -157,7 +157,7 @@ def _score(
     m: Any,
     l: Any,  # noqa: E741
 ) -> None:
-    """One tile's m, l [R G] and weights in place of scores [R G, 128], for query [R G, D], G heads of each row of `positions`."""
+    """One tile's m, l [R G] and, in scores [R G, 128], weights, for query [R G, D]: G heads of each row of `positions`."""
     rows, dim = query.shape
     scores[:] = F(0)
     _times(query.ctypes.data, dim, rows, keys.ctypes.data, TILE, dim, TILE if count > 64 else 64, scores.ctypes.data, TILE)

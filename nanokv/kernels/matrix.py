@@ -56,7 +56,12 @@ class Matrix:
     def addresses(self) -> tuple[int, int, int]:
         """Of the planes; 0 for one that is not there."""
         found = [plane.__array_interface__["data"][0] for plane in self.planes]
-        return tuple(found + [0] * (3 - len(found)))  # type: ignore[return-value]
+        codes, scales, lows = (*found, 0, 0)[:3]
+        return codes, scales, lows
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy's planes lie elsewhere: it finds their addresses itself."""
+        return {name: value for name, value in vars(self).items() if name != "addresses"}
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -231,6 +231,8 @@ class _Ring:
         """Positions start .. stop - 1 in pieces that are consecutive in memory: (first, past the last, slot)."""
         if start >= stop:
             return []
+        if start // TILE == (stop - 1) // TILE:
+            return [(start, stop, self.place(start // TILE) * TILE + start % TILE)]
         tiles = range(start // TILE, (stop - 1) // TILE + 1)
         parts = []
         for first, place, count in runs(tiles, [self.place(tile) for tile in tiles]):

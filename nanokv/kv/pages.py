@@ -35,14 +35,15 @@ class Pages:
 
     def table(self) -> np.ndarray:
         """A line of layout.py's columns for each tile, the own one last."""
-        lines = np.zeros((len(self.numbers) + (self.own is not None), layout.TILE_COLUMNS), np.int64)
         count = len(self.numbers)
-        lines[:count, layout.NUMBER] = self.numbers
-        lines[:count, layout.CODEC] = codec_number(self.storage.codec)
-        lines[:count, layout.HIGH] = layout.NO_LIMIT
+        line = [0] * layout.TILE_COLUMNS
+        line[layout.CODEC], line[layout.HIGH] = codec_number(self.storage.codec), layout.NO_LIMIT
         for column, planes in ((layout.KEYS, self.storage.k), (layout.VALUES, self.storage.v)):
             for i, plane in enumerate(planes):
-                lines[:count, column + i] = address_of(plane) + self.layer * plane.strides[0]
+                line[column + i] = address_of(plane) + self.layer * plane.strides[0]
+        lines = np.empty((count + (self.own is not None), layout.TILE_COLUMNS), np.int64)
+        lines[:count] = line
+        lines[:count, layout.NUMBER] = self.numbers
         if self.own is not None:
             lines[count] = tile_line(self.last, *self.own)
         return lines

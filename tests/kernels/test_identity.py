@@ -45,7 +45,7 @@ def fed(params, tokens, chunks, cache):
 def new_cache(config, spec, dtype=np.float32):
     shape = config.num_layers, config.num_kv_heads, config.head_dim
     if spec.kind == "paged":
-        return spec.pool(*shape, 40, dtype, NUMPY).new_sequence()
+        return spec.pool(*shape, 320 // spec.block_size + 10, dtype, NUMPY).new_sequence()
     return spec.contiguous(*shape, config.num_positions, dtype, NUMPY)
 
 

@@ -1,6 +1,8 @@
 """Every compiled kernel equals the slow oracle, bit for bit, and is as near to the truth as docs/numerics.md says."""
 
+import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -8,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanokv.attention import attend, naive_attention
+from nanokv.errors import UsageError
+from nanokv.kernels.matrix import FORMATS, pack
 from nanokv.kv.tile import TILE, Tiles, Visibility
 from nanokv.numerics import COMPILED, activate, layer_norm, linear, rms_norm, swiglu
 from nanokv.rope import rotate
@@ -154,3 +158,34 @@ def test_a_hidden_key_does_not_show_even_if_it_is_not_finite(rows, value):
     padded = Tiles(as_tiles(k), as_tiles(v))
     q, at = np.concatenate([q[at], q[39:]]), np.append(at, 39)  # a later row of the same run sees them
     assert same(attend(q, at, padded, numerics=COMPILED)[:-1], clean)
+
+
+def test_a_copy_of_a_matrix_computes_from_its_own_memory():
+    matrix = pack(normal(0, 70, 40), "int8")
+    x = normal(1, 3, 40)
+    expected = linear(x, matrix, numerics=COMPILED)
+    copies = [copy.deepcopy(matrix), pickle.loads(pickle.dumps(matrix))]
+    matrix.codes[:] = 0
+    assert all(same(linear(x, other, numerics=COMPILED), expected) for other in copies)
+
+
+@given(SEEDS, st.integers(1, 70), st.integers(1, 130), st.sampled_from(FORMATS))
+def test_a_format_keeps_its_error(seed, outputs, inputs, form):
+    """Half a step of the format: of the value for floats (2^-8, 2^-11), of its group's scale for int8 (1/127 of the largest).
+    int4's largest weight may fall half a step outside 0 .. 15, and float16 scales add 2^-11."""
+    weight = np.random.default_rng(seed).standard_normal((outputs, inputs)).astype(np.float32)
+    back = pack(weight, form)
+    wide = np.abs(np.pad(weight, ((0, 0), (0, -inputs % 32)))).reshape(outputs, -1, 32).max(axis=-1)
+    largest = np.repeat(wide, 32, axis=-1)[:, :inputs]
+    step = {"float32": 0 * largest, "bf16": np.abs(weight) / 128, "fp16": np.abs(weight) / 1024 + 1e-7,
+            "int8": largest / 127, "int4": largest / 4}[form]  # fmt: skip
+    error = np.abs(back.to_array() - weight)
+    assert np.all(error <= step * np.float32(0.5) + largest * np.float32(2.0**-11) * (form in ("int8", "int4")))
+    assert np.array_equal(back[[0, outputs - 1]], back.to_array()[[0, outputs - 1]])
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_weights_that_no_scale_holds_are_refused(form):
+    for value in (np.nan, np.inf, 1e30):
+        with pytest.raises(UsageError, match="conv holds weights"):
+            pack(np.full((2, 40), value, np.float32), form, "conv")

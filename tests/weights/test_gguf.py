@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanokv.backend import NUMPY
-from nanokv.kernels.choice import PackedMemory
 from nanokv.errors import CheckpointError, ConfigError, NanoKVError, TokenizerError
+from nanokv.kernels.choice import PackedMemory
 from nanokv.models.llama import block_shapes, random_params
 from nanokv.models.llama_config import LlamaConfig
 from nanokv.rope import Rope, Scaling
