@@ -1,5 +1,8 @@
 # ruff: noqa: E501 - the sources' text is quoted as it is
-"""Faults planted in the CUDA sources, one at a time: each is found, by the header or by the bits."""
+"""Faults planted in the CUDA sources, one at a time: each is found, by the header or by the bits.
+
+Every day seven of them, all in the thorough profile.
+"""
 
 import contextlib
 import shutil
@@ -7,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 pytest.importorskip("numba", exc_type=ImportError)
 from nanokv.kernels.cuda import launches
@@ -16,6 +20,7 @@ from nanokv.kv.spec import CacheSpec
 from tests.cuda.attention_cases import make_case, run_case
 from tests.cuda.machine import CpuDevice, Fault, build, opened
 from tests.cuda.test_linear import tensors_of
+from tests.support import EVERYDAY
 
 ATTENTION, LINEAR, CHOOSE = "attention.cu", "linear.cu", "choose.cu"
 KERNELS = {
@@ -41,6 +46,11 @@ FAULTS = {
     "a segment in another order": (LINEAR, "for (int s = 0; s < segments; s++)", "for (int s = segments - 1; s >= 0; s--)", None),
     "no barrier between the warps": (CHOOSE, "            __syncthreads();\n", "", "without a barrier|nobody wrote"),
 }  # fmt: skip
+
+
+EVERY_DAY = ("no barrier before the keys are used", "the block table ignored", "a query sees the next key", "one channel too many",
+             "no barrier of the warp", "inputs off by one", "no barrier between the warps")  # fmt: skip
+THOROUGH = settings.default.max_examples > EVERYDAY
 
 
 def planted(file: str, old: str, new: str, folder: Path) -> dict[str, object]:
@@ -77,7 +87,7 @@ def test_without_a_fault_all_is_well(file, monkeypatch):
     assert right_result(file, None, monkeypatch)
 
 
-@pytest.mark.parametrize("name", list(FAULTS))
+@pytest.mark.parametrize("name", list(FAULTS if THOROUGH else EVERY_DAY))
 def test_a_planted_fault_is_found(name, monkeypatch, tmp_path):
     file, old, new, message = FAULTS[name]
     entries = planted(file, old, new, tmp_path)

@@ -1,6 +1,6 @@
 """The CUDA sources compiled by NVRTC for real cards (no card, no driver needed), and what the compiler says of each kernel.
 
-Every day a kernel of each source for one architecture; in the thorough profile all kernels for all architectures.
+Every day three kernels for one architecture; in the thorough profile all kernels for all architectures.
 """
 
 import re
@@ -16,10 +16,7 @@ from nanokv.kernels.cuda.program import KERNELS, OPTIONS, first_error, source
 from tests.support import EVERYDAY
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100")
-EVERY_DAY = {
-    "linear.cu": ["linear_segments<Int4, 8>", "linear_rows<Float32>"],
-    "attention.cu": ["attend_tiles<8>", "combine_tiles"],
-}
+EVERY_DAY = {"linear.cu": ["linear_segments<Int4, 8>"], "attention.cu": ["attend_tiles<8>"], "choose.cu": ["argmax"]}
 BLOCKS = {"linear_segments": 128, "linear_rows": 256, "attend_tiles": 128, "attend_rows": 128, "combine_tiles": 128,
           "layer_norm": 128, "rms_norm": 128, "append": 128, "argmax": 1024}  # fmt: skip
 REGISTERS = 65536  # of a multiprocessor, on every card since sm_75
@@ -28,7 +25,9 @@ THOROUGH = settings.default.max_examples > EVERYDAY
 
 def usable() -> None:
     """Skips, with the reason, where NVRTC is missing."""
-    nvrtc = pytest.importorskip("cupy.cuda.nvrtc", exc_type=ImportError, reason="not run: CuPy is not installed")
+    pytest.importorskip("cupy", exc_type=ImportError, reason="not run: CuPy is not installed")
+    from cupy.cuda import nvrtc
+
     try:
         nvrtc.getVersion()
     except Exception as error:  # the loader of the library promises no type
@@ -67,14 +66,14 @@ def report(log: str) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("architecture", ARCHITECTURES if THOROUGH else ["sm_90"])
-@pytest.mark.parametrize("file", list(KERNELS))
+@pytest.mark.parametrize("file", list(KERNELS if THOROUGH else EVERY_DAY))
 def test_every_kernel_compiles_and_fits_a_card(file, architecture):
     usable()
-    names = list(KERNELS[file]) if THOROUGH else EVERY_DAY.get(file, list(KERNELS[file]))
+    names = KERNELS[file] if THOROUGH else EVERY_DAY[file]
     cubin, log, lowered = compile_for(file, architecture, names)
     assert cubin[:4] == b"\x7fELF"
     found = report(log)
-    assert found.keys() == set(lowered.values())
+    assert set(lowered.values()) <= found.keys()  # kernels that are no templates are always there
     for name in names:
         registers, spills = found[lowered[name]]
         assert spills == 0, f"{name} spills {spills} bytes of registers"
