@@ -27,8 +27,11 @@ from nanokv.kernels.cuda.card import Card
 from nanokv.kernels.cuda.launches import TILE, Tables
 from nanokv.kv.paged import PagedCache, PagedPool
 from nanokv.kv.pages import codec_number
+from nanokv.models import gpt2, llama
+from nanokv.models.config import GPT2Config
 from nanokv.models.gpt2 import GPT2Params
 from nanokv.models.llama import LlamaParams
+from nanokv.models.llama_config import LlamaConfig
 
 F, I = np.float32, np.int32  # noqa: E741
 
@@ -61,7 +64,7 @@ class DecodeStep:
         if len(set(pool.visibility)) > 1 or pool.visibility[0].streaming:
             raise UsageError("a fixed step needs layers that all see alike and count absolute positions")
         config, xp = params.config, backend.xp
-        if getattr(config, "activation", "gelu_new") != "gelu_new":
+        if isinstance(config, GPT2Config) and config.activation != "gelu_new":
             raise UsageError(f"activation {config.activation} has no kernel: a fixed step needs gelu_new or SwiGLU")
         self._params, self._pool, self._card, self._xp = params, pool, Card(xp), xp
         self._codec, self._fixed = codec_number(pool.codec), float(getattr(pool.codec, "scale", None) or 1.0)
@@ -162,12 +165,12 @@ class DecodeStep:
             launches.embed(card, there["positions"], params.wpe, there["positions"], None, self._y)
             launches.add(card, self._x, self._y)
             for layer, block in enumerate(params.blocks):
-                self._gpt2_layer(layer, block)
+                self._gpt2_layer(layer, block, params.config)
             eps = params.config.layer_norm_epsilon
             launches.layer_norm(card, self._x, params.ln_f_weight, params.ln_f_bias, eps, self._h)
         else:
-            for layer, block in enumerate(params.blocks):
-                self._llama_layer(layer, block)
+            for layer, each in enumerate(params.blocks):
+                self._llama_layer(layer, each, params.config)
             launches.rms_norm(card, self._x, params.norm, params.config.norm_epsilon, self._h)
         self._linear(self._h, params.head, None, self.logits)
         launches.argmax(card, self.logits, self.chosen)
@@ -188,8 +191,8 @@ class DecodeStep:
         kv_heads = self._k.shape[1]
         launches.attend(card, q, q, self._tables[layer], kv_heads, self._fixed, scale, self._mixed, self._partial, q_stride)
 
-    def _gpt2_layer(self, layer: int, block: Any) -> None:
-        card, config = self._card, self._params.config
+    def _gpt2_layer(self, layer: int, block: gpt2.Block, config: GPT2Config) -> None:
+        card = self._card
         eps, batch, heads = config.layer_norm_epsilon, len(self._x), config.num_heads
         launches.layer_norm(card, self._x, block.ln_1_weight, block.ln_1_bias, eps, self._h)
         flat = self._qkv.reshape(batch, -1)
@@ -208,8 +211,8 @@ class DecodeStep:
         self._linear(inner, block.out_weight, block.out_bias, self._y)
         launches.add(card, self._x, self._y)
 
-    def _llama_layer(self, layer: int, block: Any) -> None:
-        card, config, there = self._card, self._params.config, self._sent.there
+    def _llama_layer(self, layer: int, block: llama.Block, config: LlamaConfig) -> None:
+        card, there = self._card, self._sent.there
         eps, batch, heads = config.norm_epsilon, len(self._x), config.num_heads
         launches.rms_norm(card, self._x, block.attention_norm, eps, self._h)
         flat = self._qkv.reshape(batch, -1)

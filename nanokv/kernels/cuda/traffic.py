@@ -8,7 +8,8 @@ Symbols: R rows, K inputs, N outputs, Hq query heads, H key-value heads, G = Hq 
 
 from dataclasses import dataclass, field
 
-from nanokv.kernels.cuda.launches import FEW, FEW_ROWS, MANY_ROWS, PANEL, TILE, segments_of
+from nanokv.kernels.cuda.launches import FEW, MANY_ROWS, PANEL, TILE, segments_of
+from nanokv.kernels.cuda.program import FEW_ROWS
 
 
 @dataclass(frozen=True)
