@@ -1,11 +1,14 @@
 """The host side on the stand-in device: whole models give the bits of the compiled CPU kernels, and ask little of the card."""
 
+import hashlib
+import json
 import sys
 
 import numpy as np
 import pytest
 
 pytest.importorskip("numba", exc_type=ImportError)
+import nanokv
 from nanokv.backend import NUMPY, get_backend
 from nanokv.errors import BackendError, CapacityError, UsageError
 from nanokv.kernels.choice import PackedMemory
@@ -20,6 +23,7 @@ from nanokv.numerics import COMPILED, FAST
 from tests import stand_in
 from tests.cuda.machine import compiler
 from tests.cuda.stand_in import Meter, install
+from tests.kernels import logits
 from tests.llama_support import small_llama
 from tests.support import small_config
 
@@ -68,6 +72,18 @@ def test_a_model_on_the_card_has_the_processors_bits(meter, spec, family, form):
         results.append([a.get() if isinstance(a, stand_in.DeviceArray) else a for a in out])
     for host_logits, card_logits in zip(*results, strict=True):
         assert np.array_equal(host_logits, card_logits)
+
+
+def test_the_shipped_models_logits_are_those_of_every_machine(meter):
+    """The committed sha256 of its logits, prefilled and decoded, come out of the CUDA sources too."""
+    model = nanokv.load("default", backend="cupy", numerics="exact")
+    prompt = logits.PROMPTS[0]
+    tokens, cache = model.encode(prompt), model.new_cache()
+    parts = [model.forward(tokens, cache).get()]
+    for _ in range(8):
+        parts.append(model.forward([int(parts[-1][-1].argmax())], cache).get())
+    found = hashlib.sha256(np.concatenate(parts).astype("<f4").tobytes()).hexdigest()
+    assert found == json.loads(logits.FILE.read_text(encoding="utf-8"))[prompt]
 
 
 @pytest.mark.parametrize("family", [gpt2, llama])
