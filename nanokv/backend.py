@@ -28,6 +28,10 @@ class Backend:
         """The array in this library's memory; no copy on NumPy."""
         return array if self.xp is np else self.xp.asarray(array)
 
+    def table(self, array: np.ndarray) -> Array:
+        """The same for a matrix that is looked up and never multiplied, such as learned positions."""
+        return self.from_numpy(array)
+
 
 NUMPY = Backend("numpy", np)
 

@@ -55,9 +55,10 @@ def _imported(name: str) -> ModuleType:
 def linear(x: Array, weight: Array, bias: Array | None = None, numerics: Numerics = EXACT) -> Array:
     """x [R, K], weight [N, K] (the layout in which one output is one contiguous row), bias [N] -> [R, N].
 
-    Nothing outside this function knows how a weight matrix is stored or sliced. COMPILED takes a packed one.
+    Nothing outside this function knows how a weight matrix is stored or sliced. A packed one
+    (nanokv/kernels/matrix.py) goes to the compiled kernels whatever the numerics: nothing else can read it.
     """
-    if numerics is COMPILED:
+    if numerics is COMPILED or not hasattr(weight, "itemsize"):
         return compiled_kernels(x).linear(x, weight, bias)
     if numerics is FAST:
         out = x @ weight.T  # [R, K] @ [K, N] -> [R, N]

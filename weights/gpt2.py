@@ -71,7 +71,7 @@ def read_gpt2(tensors: Mapping[str, StoredTensor], config: GPT2Config, dtype: st
         head = read(HEAD)
     del embedding
     blocks = tuple(block(layer) for layer in range(config.num_layers))
-    wpe = backend.xp.asarray(tensors["wpe.weight"].read(dtype))  # looked up, never multiplied: not packed as a matrix is
+    wpe = backend.table(tensors["wpe.weight"].read(dtype))
     return GPT2Params(config, wte, wpe, blocks, read("ln_f.weight"), read("ln_f.bias"), head)
 
 

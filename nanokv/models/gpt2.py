@@ -56,9 +56,7 @@ class GPT2Params:
         blocks = tuple(Block(*(move(array) for array in vars(block).values())) for block in self.blocks)
         wte = move(self.wte)
         head = wte if self.head is self.wte else move(self.head)
-        return GPT2Params(
-            self.config, wte, backend.xp.asarray(self.wpe), blocks, move(self.ln_f_weight), move(self.ln_f_bias), head
-        )
+        return GPT2Params(self.config, wte, backend.table(self.wpe), blocks, move(self.ln_f_weight), move(self.ln_f_bias), head)
 
 
 def forward(
