@@ -2,9 +2,12 @@
 
     python -m benchmarks.gpu_check [--out FILE.json]
 
-Agreement: logits on CuPy against NumPy's in float32 and float64, cached against uncached on the card, within the bound of
-docs/numerics.md; greedy text of the shipped model on both. Speed: GPT-2 124M's shape with random weights, prefill of 512
-tokens and decode at batch 1, timed by events, medians after a warm-up. Exit code 1 when a check fails.
+Exact: the CUDA kernels give the CPU's bits (the committed digests of the shipped model's logits, small models in every
+cache and weight format); decode and prefill of GPT-2 124M's shape, and paged attention at 1k to 128k keys, beside the
+bytes that they move (gpu_exact.py). Fast: logits on CuPy against NumPy's in float32 and float64, cached against
+uncached on the card, within the bound of docs/numerics.md; greedy text of the shipped model on both; GPT-2 124M's shape
+with random weights, prefill of 512 tokens and decode at batch 1, timed by events, medians after a warm-up. Exit code 1
+when a check fails.
 """
 
 import argparse
@@ -21,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import nanokv
+from benchmarks import gpu_exact
 from nanokv.backend import NUMPY, Backend, get_backend, to_numpy
 from nanokv.kv.contiguous import ContiguousCache
 from nanokv.models.config import GPT2Config, known_shapes
@@ -106,6 +110,7 @@ def main() -> None:
     result = {
         "card": device["name"].decode(), "date": date.today().isoformat(), "cupy": gpu.xp.__version__, "agreement": rows,
         "same_greedy_text": texts[0] == texts[1], **speed(gpu, random_params(known_shapes()["gpt2"]).to(gpu)),
+        "exact": gpu_exact.check(gpu, lambda call, repeat: milliseconds(gpu, call, repeat)),
     }  # fmt: skip
     table = Table("heads", "width", "dtype", "card / host", "cached / whole", title=f"{result['card']}, {result['date']}")
     for row in rows:
@@ -115,10 +120,17 @@ def main() -> None:
     console.print(table)
     console.print(f"greedy text on both equal: {result['same_greedy_text']}")
     console.print(f"GPT-2 124M: prefill of 512 {result['prefill_512_ms']:.2f} ms, decode {result['decode_ms']:.3f} ms a token")
+    exact = result["exact"]
+    console.print(f"exact: bits are the CPU's: {gpu_exact.passed(exact)}; compute-sanitizer: {exact['compute_sanitizer']}")
+    for name in ("decode", "prefill", "paged_attention"):
+        found = exact[name]
+        for row in found if isinstance(found, list) else [found]:
+            cells = (f"{key} {value:,.1f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
+            console.print(f"  {name}: {', '.join(cells)}")
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     worst = max(max(row["card_to_host"], row["cached_to_whole"]) for row in rows)
-    sys.exit(0 if worst <= 1 and result["same_greedy_text"] else 1)
+    sys.exit(0 if worst <= 1 and result["same_greedy_text"] and gpu_exact.passed(exact) else 1)
 
 
 if __name__ == "__main__":

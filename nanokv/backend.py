@@ -67,6 +67,12 @@ def module_of(array: Array) -> ModuleType:
     return np if on_host else importlib.import_module("cupy")
 
 
+def address_of(array: Array) -> int:
+    """Where an array's first element lies, in the memory that it is in."""
+    interface = array.__array_interface__ if isinstance(array, np.ndarray) else array.__cuda_array_interface__
+    return int(interface["data"][0])
+
+
 def to_numpy(array: Array) -> np.ndarray:
     """The array in host memory: a view on NumPy, a copy from the device on CuPy."""
     return array if isinstance(array, np.ndarray) else array.get()

@@ -11,9 +11,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from nanokv.backend import Array, module_of
 from nanokv.kernels import layout
 from nanokv.kv.pages import tile_line
 from nanokv.kv.tile import TILE, Batch, Cache, Tiles, Visibility, members_of
+from nanokv.numerics import compiled_kernels
 
 
 @dataclass(frozen=True)
@@ -28,15 +30,15 @@ class _Run:
 
 
 def cached_attention(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
+    q: Array,
+    k: Array,
+    v: Array,
     positions: np.ndarray,
     cache: Cache | Batch,
     layer: int,
     scale: float | None,
-    q_sinks: np.ndarray | None = None,
-) -> np.ndarray:
+    q_sinks: Array | None = None,
+) -> Array:
     """nanokv.attention.cached_attention, all sequences in one call.
 
     `q_sinks` [R, Hq, D] meets the sinks in place of q, where a cache is streaming and has some.
@@ -52,7 +54,7 @@ def cached_attention(
             if q_sinks is not None and visibility.streaming and visibility.sinks:
                 lines, places = _sinks_apart(lines, places, visibility.sinks)
             groups.setdefault(pages.key, []).append(_Run(begin, end, visibility, lines, places))
-    out = np.empty(q.shape, dtype=np.float32)
+    out = module_of(q).empty(q.shape, dtype=np.float32)
     for (unit_size, fixed), runs in groups.items():
         _fold(q, q if q_sinks is None else q_sinks, positions, runs, unit_size, k.shape[1], fixed, scale, out)
     return out
@@ -105,18 +107,16 @@ def _sinks_apart(lines: np.ndarray, places: np.ndarray, sinks: int) -> tuple[np.
 
 
 def _fold(
-    q: np.ndarray,
-    q_sinks: np.ndarray,
+    q: Array,
+    q_sinks: Array,
     positions: np.ndarray,
     runs: Sequence[_Run],
     unit_size: int,
     kv_heads: int,
     fixed: float,
     scale: float | None,
-    out: np.ndarray,
+    out: Array,
 ) -> None:
-    from nanokv.kernels import compiled
-
     table, first = np.empty((len(runs), layout.RUN_COLUMNS), np.int64), 0
     for i, run in enumerate(runs):
         last = first + len(run.lines)
@@ -128,4 +128,4 @@ def _fold(
         else (np.concatenate([run.lines for run in runs]), np.concatenate([run.places for run in runs]))
     )
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    compiled.attend(q, q_sinks, positions, table, lines, places, unit_size, kv_heads, fixed, scale, out)
+    compiled_kernels(q).attend(q, q_sinks, positions, table, lines, places, unit_size, kv_heads, fixed, scale, out)

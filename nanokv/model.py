@@ -136,16 +136,18 @@ class Model:
 
 
 def choose_numerics(name: str | None, backend: Backend, kernels: str = "auto", dtype: str = "float32") -> Numerics:
-    """exact or fast by name; None is exact on NumPy and fast on CuPy, whose products make no promise about rows. Exact is
-    computed by compiled kernels where `kernels` says so: see nanokv.kernels.choice."""
+    """exact or fast by name; None is exact on NumPy, and on CuPy fast, whose products make no promise about rows: exact there
+    is asked for. Exact is computed by compiled kernels where `kernels` says so, on CuPy always: see nanokv.kernels.choice."""
     if name not in (None, EXACT, FAST):
         raise UsageError(f"unknown numerics {name!r}: choose exact or fast")
-    if backend.name == "cupy" and name == EXACT:
-        raise UsageError("numerics exact is not available on cupy, whose products depend on the batch: use fast, or numpy")
     if name == FAST and kernels == "compiled":
         raise UsageError("the compiled kernels are exact: leave out --numerics fast, or use --kernels numpy")
+    if backend.name == "cupy":
+        if name == EXACT and not use_compiled("compiled" if kernels == "auto" else kernels, backend, dtype):
+            raise UsageError("numerics exact on cupy takes the compiled kernels: leave out --kernels numpy, or use fast")
+        return COMPILED if name == EXACT or kernels == "compiled" else FAST
     compiled = use_compiled(kernels, backend, dtype)
-    if name == FAST or backend.name == "cupy":
+    if name == FAST:
         return FAST
     return COMPILED if compiled else EXACT
 

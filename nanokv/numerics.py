@@ -31,7 +31,7 @@ CHUNK_ELEMENTS = 1 << 16  # elementwise work is done in pieces whose temporaries
 
 class Numerics(StrEnum):
     """EXACT: rows never depend on each other, bit for bit, on NumPy. COMPILED: exact by the kernels of nanokv/kernels, the
-    same bits on every machine; float32 in host memory only. FAST: whole-matrix products, equal within rounding."""
+    same bits on every machine and card; float32 only. FAST: whole-matrix products, equal within rounding."""
 
     EXACT = "exact"
     COMPILED = "compiled"
@@ -46,10 +46,15 @@ class Numerics(StrEnum):
 EXACT, COMPILED, FAST = Numerics.EXACT, Numerics.COMPILED, Numerics.FAST
 
 
+def compiled_kernels(array: Array) -> ModuleType:
+    """The compiled kernels for arrays like this one: the processor's or the card's. Imported at the first call, since they
+    take numba or CuPy."""
+    return _imported("nanokv.kernels.compiled" if module_of(array) is np else "nanokv.kernels.cuda.arrays")
+
+
 @cache
-def _kernels() -> ModuleType:
-    """The compiled kernels; imported at the first call, since they take numba."""
-    return import_module("nanokv.kernels.compiled")
+def _imported(name: str) -> ModuleType:
+    return import_module(name)
 
 
 def linear(x: Array, weight: Array, bias: Array | None = None, numerics: Numerics = EXACT) -> Array:
@@ -59,7 +64,7 @@ def linear(x: Array, weight: Array, bias: Array | None = None, numerics: Numeric
     (nanokv/kernels/matrix.py) goes to the compiled kernels whatever the numerics: nothing else can read it.
     """
     if numerics is COMPILED or not hasattr(weight, "itemsize"):
-        return _kernels().linear(x, weight, bias)
+        return compiled_kernels(x).linear(x, weight, bias)
     if numerics is FAST:
         out = x @ weight.T  # [R, K] @ [K, N] -> [R, N]
     else:
@@ -95,7 +100,7 @@ def weight_slices(rows: int, row_bytes: int) -> list[tuple[int, int]]:
 def layer_norm(x: Array, weight: Array, bias: Array, eps: float, numerics: Numerics = EXACT) -> Array:
     """x [R, K] -> [R, K]: zero mean and unit variance over K (the population variance), then weight and bias [K]."""
     if numerics is COMPILED:
-        return _kernels().layer_norm(x, weight, bias, eps)
+        return compiled_kernels(x).layer_norm(x, weight, bias, eps)
     xp, real = module_of(x), x.dtype.type
     share = real(1 / x.shape[-1])
     rows = max(1, CHUNK_ELEMENTS // x.shape[-1])
@@ -116,7 +121,7 @@ def rms_norm(x: Array, weight: Array, eps: float, numerics: Numerics = EXACT) ->
     """x [..., K] -> [..., K]: divided by the root of the mean square over K, then times weight [K] (Zhang and Sennrich
     2019, arXiv 1910.07467). Half-precision input is squared and summed in float32, where the sum cannot overflow."""
     if numerics is COMPILED:
-        return _kernels().rms_norm(x, weight, eps)
+        return compiled_kernels(x).rms_norm(x, weight, eps)
     xp, rows = module_of(x), max(1, CHUNK_ELEMENTS * len(x) // max(1, x.size))
     if len(x) > rows and xp is np:
         out = np.empty_like(x)
@@ -144,7 +149,7 @@ def silu(x: Array) -> Array:
 def swiglu(gate_up: Array, numerics: Numerics = EXACT) -> Array:
     """[R, 2 I], the gate's half and the other -> silu(gate) * other [R, I] (Shazeer 2020, arXiv 2002.05202)."""
     if numerics is COMPILED:
-        return _kernels().swiglu(gate_up)
+        return compiled_kernels(gate_up).swiglu(gate_up)
     xp, inner = module_of(gate_up), gate_up.shape[1] // 2
     rows = max(1, CHUNK_ELEMENTS // inner)
     if len(gate_up) <= rows or xp is not np:
@@ -184,7 +189,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"gelu_new": gelu_new, "gelu"
 def activate(x: Array, name: str, numerics: Numerics = EXACT) -> Array:
     """x [R, K] -> [R, K] through the activation called `name`, in place and piece by piece when there are many rows."""
     if numerics is COMPILED and name == "gelu_new":
-        return _kernels().gelu_new(x)
+        return compiled_kernels(x).gelu_new(x)
     function = ACTIVATIONS[name]
     rows = max(1, CHUNK_ELEMENTS // x.shape[1])
     if len(x) <= rows or module_of(x) is not np:

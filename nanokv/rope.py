@@ -17,7 +17,7 @@ import numpy as np
 
 from nanokv.backend import Array, module_of
 from nanokv.errors import ConfigError
-from nanokv.numerics import COMPILED, EXACT, Numerics
+from nanokv.numerics import COMPILED, EXACT, Numerics, compiled_kernels
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -85,9 +85,7 @@ class Rope:
 def rotate(x: Array, cos: Array, sin: Array, adjacent: bool, numerics: Numerics = EXACT) -> Array:
     """x [R, H, D] turned by the angles of each row, cos and sin [R, 1, D / 2] -> [R, H, D]."""
     if numerics is COMPILED:
-        from nanokv.kernels.compiled import rotate as compiled
-
-        return compiled(x, cos, sin, adjacent)
+        return compiled_kernels(x).rotate(x, cos, sin, adjacent)
     half = x.shape[-1] // 2
     a, b = (x[..., 0::2], x[..., 1::2]) if adjacent else (x[..., :half], x[..., half:])
     out = module_of(x).empty(x.shape, dtype=x.dtype)

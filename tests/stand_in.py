@@ -44,7 +44,7 @@ class DeviceArray:
         return len(self.data)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("shape", "dtype", "ndim", "size", "itemsize", "nbytes"):
+        if name in ("shape", "dtype", "ndim", "size", "itemsize", "nbytes", "strides", "flags"):
             return getattr(self.data, name)
         raise AttributeError(f"the stand-in has no {name}: is it in CuPy?")
 
@@ -52,8 +52,18 @@ class DeviceArray:
     def T(self) -> "DeviceArray":  # noqa: N802
         return DeviceArray(self.data.T)
 
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return self.data.__array_interface__
+
     def get(self) -> np.ndarray:
         return self.data.copy()
+
+    def set(self, values: np.ndarray) -> None:
+        self.data[...] = values
+
+    def view(self, dtype: Any) -> "DeviceArray":
+        return DeviceArray(self.data.view(dtype))
 
     def copy(self) -> "DeviceArray":
         return DeviceArray(self.data.copy())

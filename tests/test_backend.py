@@ -123,9 +123,9 @@ def test_the_whole_of_generate_runs_on_the_stand_in(device, flags):
     assert run.to_dict()["backend"] == "cupy"
 
 
-def test_exact_numerics_are_refused_on_cupy(device):
-    with pytest.raises(UsageError, match="exact is not available on cupy"):
-        nanokv.load("default", backend="cupy", numerics="exact")
+def test_exact_numerics_without_kernels_are_refused_on_cupy(device):
+    with pytest.raises(UsageError, match="exact on cupy takes the compiled kernels"):
+        nanokv.load("default", backend="cupy", numerics="exact", kernels="numpy")
 
 
 def used_functions() -> dict[str, set[str]]:

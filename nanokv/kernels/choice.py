@@ -21,11 +21,9 @@ def use_compiled(name: str, backend: Backend, dtype: str) -> bool:
     if name not in KERNELS:
         raise UsageError(f"unknown kernels {name!r}: choose one of {', '.join(KERNELS)}")
     reason = None
-    if backend.name != "numpy":
-        reason = f"they compute in host memory, and the backend is {backend.name}: use --backend numpy"
-    elif dtype != "float32":
+    if dtype != "float32":
         reason = f"they compute in float32, not {dtype}: use --dtype float32"
-    elif find_spec("numba") is None:
+    elif backend.name == "numpy" and find_spec("numba") is None:
         reason = "numba is not installed: pip install 'nanokv[cpu]'"
     if name == "compiled" and reason:
         raise UsageError(f"the compiled kernels are not available: {reason}; or use --kernels numpy")
@@ -96,6 +94,12 @@ def memory_for(backend: Backend, numerics: Numerics, form: str | None, threads: 
     threads that cannot be."""
     if form is not None and form not in FORMATS:
         raise UsageError(f"unknown weight format {form!r}: choose one of {', '.join(FORMATS)}")
+    if numerics is COMPILED and backend.name == "cupy":
+        from nanokv.kernels.cuda.arrays import CardMemory
+
+        if threads is not None:
+            raise UsageError("--threads is for the compiled kernels of the processor: leave it out with --backend cupy")
+        return CardMemory(backend.name, backend.xp, form)
     if numerics is COMPILED:
         start(threads)
         return PackedMemory(backend.name, backend.xp, form)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanokv.backend import Array
+from nanokv.backend import Array, address_of
 from nanokv.errors import UsageError
 from nanokv.kernels import layout
 from nanokv.kv.codec import Codec, FloatCodec, KiviCodec, ScaledCodec
@@ -40,7 +40,7 @@ class Pages:
         line[layout.CODEC], line[layout.HIGH] = codec_number(self.storage.codec), layout.NO_LIMIT
         for column, planes in ((layout.KEYS, self.storage.k), (layout.VALUES, self.storage.v)):
             for i, plane in enumerate(planes):
-                line[column + i] = address(plane) + self.layer * plane.strides[0]
+                line[column + i] = address_of(plane) + self.layer * plane.strides[0]
         lines = np.empty((count + (self.own is not None), layout.TILE_COLUMNS), np.int64)
         lines[:count] = line
         lines[:count, layout.NUMBER] = self.numbers
@@ -55,17 +55,12 @@ class Pages:
         return np.concatenate([self.units, np.arange(TILE // self.storage.unit_size)[None]])
 
 
-def tile_line(number: int, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+def tile_line(number: int, k: Array, v: Array) -> np.ndarray:
     """A line for a tile k, v [T, H, D] of consecutive float32 tokens."""
     line = np.zeros(layout.TILE_COLUMNS, np.int64)
     line[[layout.NUMBER, layout.CODEC, layout.HIGH]] = number, layout.FLOAT32, layout.NO_LIMIT
-    line[[layout.KEYS, layout.VALUES]] = address(k), address(v)
+    line[[layout.KEYS, layout.VALUES]] = address_of(k), address_of(v)
     return line
-
-
-def address(array: np.ndarray) -> int:
-    """Where its first element lies."""
-    return int(array.__array_interface__["data"][0])
 
 
 def codec_number(codec: Codec) -> int:
