@@ -1,6 +1,6 @@
 """SmolLM2-135M against llama.cpp, in one run: the same dequantised float32 weights, the same threads, batch 1.
 
-    python cli.py pull smollm2 && pip install '.[gguf]' llama-cpp-python
+    python cli.py pull smollm2 && pip install '.[gguf,llama-cpp]'
     env -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE python -m benchmarks.against_llama_cpp [--model FILE.gguf] [--json]
 
 llama.cpp reads a GGUF of the model's weights in F32, written beside it for the run (540 MB of temporary space), and keeps K

@@ -43,7 +43,7 @@ from nanokv.kernels.matrix import FORMATS
 from nanokv.kv.contiguous import ContiguousCache
 from nanokv.kv.paged import PagedCache
 from nanokv.kv.spec import CacheSpec
-from nanokv.kv.tile import TILE
+from nanokv.kv.tile import TILE, Visibility
 from nanokv.models.config import GPT2Config, known_shapes
 from nanokv.models.decode_step import DecodeStep
 from nanokv.models.gpt2 import forward, random_params
@@ -72,7 +72,7 @@ def same_bits(gpu: Backend, forms: Sequence[str] = FORMATS, tokens: int = 300) -
     rows = []
     config = GPT2Config(500, 320, 128, 2, 8, 2, 512)
     params, ids = random_params(config, scale=0.1), np.random.default_rng(0).integers(0, 500, tokens)
-    shape = config.num_layers, config.num_kv_heads, config.head_dim
+    shape = config.visibility(), config.num_kv_heads, config.head_dim
     edges = [0, *(n for n in (130, 131, 290) if n < tokens), tokens]
     for form in forms:
         card, host = params.to(CardMemory("cupy", gpu.xp, form)), params.to(PackedMemory("numpy", np, form))
@@ -89,7 +89,7 @@ def same_bits(gpu: Backend, forms: Sequence[str] = FORMATS, tokens: int = 300) -
     return rows
 
 
-def new_cache(spec: CacheSpec, shape: tuple[int, int, int], backend: Backend) -> ContiguousCache | PagedCache:
+def new_cache(spec: CacheSpec, shape: tuple[list[Visibility], int, int], backend: Backend) -> ContiguousCache | PagedCache:
     """An empty cache for 320 tokens."""
     if spec.kind == "paged":
         return spec.pool(*shape, 320 // spec.block_size + 2, np.float32, backend).new_sequence()
@@ -104,7 +104,7 @@ def decode(
     rows = []
     for batch in batches:
         pool = CacheSpec("paged", 16).pool(
-            config.num_layers, config.num_kv_heads, config.head_dim, batch * (context // 16 + 2) + 1, np.float32, gpu
+            config.visibility(), config.num_kv_heads, config.head_dim, batch * (context // 16 + 2) + 1, np.float32, gpu
         )
         caches = [pool.new_sequence() for _ in range(batch)]
         for cache in caches:
@@ -127,7 +127,7 @@ def decode(
 def prefill(gpu: Backend, timer: Timer, config: GPT2Config, tokens: int = 512) -> dict[str, float]:
     """The logits after a prompt: milliseconds, and TFLOP/s of its products."""
     params = random_params(config).to(CardMemory("cupy", gpu.xp))
-    cache = CacheSpec().contiguous(config.num_layers, config.num_kv_heads, config.head_dim, tokens, np.float32, gpu)
+    cache = CacheSpec().contiguous(config.visibility(), config.num_kv_heads, config.head_dim, tokens, np.float32, gpu)
 
     def call() -> None:
         cache.reset()

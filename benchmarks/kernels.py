@@ -1,6 +1,6 @@
 """The compiled kernels' speed beside other people's, with the bar of each number.
 
-    pip install '.[cpu,peers]' llama-cpp-python
+    pip install '.[cpu,peers,llama-cpp]'
     python -m benchmarks.kernels [--threads N] [--smollm2 SmolLM2-135M-Instruct.gguf] [--only gpt2,llama,paged,blas,growth]
 
 All of one run: contenders take turns, medians of --repeat, the same threads, and the read bandwidth measured beside them

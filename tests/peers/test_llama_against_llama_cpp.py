@@ -9,7 +9,7 @@ from tests.support import data
 from weights.gguf_file import load_gguf
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("ignore")]
-pytest.importorskip("llama_cpp", reason="not run: llama.cpp's binding is not installed (pip install llama-cpp-python)")
+pytest.importorskip("llama_cpp", reason="not run: llama.cpp's binding is not installed (pip install '.[llama-cpp]')")
 pytest.importorskip("gguf")
 
 
