@@ -13,7 +13,7 @@ from nanokv.kernels.cuda.tables import host_tables
 from nanokv.kv.contiguous import ContiguousCache
 from nanokv.kv.paged import PagedPool
 from nanokv.kv.spec import CacheSpec
-from nanokv.kv.tile import Batch
+from nanokv.kv.tile import CAUSAL, Batch
 from tests.cuda.machine import CpuDevice
 
 
@@ -51,7 +51,7 @@ def make_case(
     members: list[Any] = []
     if spec.kind == "paged":
         blocks = sum(-(-(b + n) // size) for b, n in zip(before, now, strict=True)) + 4
-        pool = spec.pool(layers, kv_heads, dim, blocks, np.float32, NUMPY)
+        pool = spec.pool([CAUSAL] * layers, kv_heads, dim, blocks, np.float32, NUMPY)
         assert isinstance(pool, PagedPool)
         poison([plane[:, 1:] for plane in pool.storage.planes])
         order = pool.blocks.get_new_blocks(blocks - 1)
@@ -59,7 +59,8 @@ def make_case(
         members = [pool.new_sequence() for _ in before]
     else:
         members = [
-            spec.contiguous(layers, kv_heads, dim, max(1, b + n), np.float32, NUMPY) for b, n in zip(before, now, strict=True)
+            spec.contiguous([CAUSAL] * layers, kv_heads, dim, max(1, b + n), np.float32, NUMPY)
+            for b, n in zip(before, now, strict=True)
         ]
         for cache in members:
             assert isinstance(cache, ContiguousCache)

@@ -57,7 +57,7 @@ def test_a_model_on_the_card_has_the_processors_bits(meter, spec, family, form):
     results = []
     for memory in (host, card):
         there = params.to(memory)
-        shape = config.num_layers, config.num_kv_heads, config.head_dim
+        shape = config.visibility(), config.num_kv_heads, config.head_dim
         plain = NUMPY if memory is host else get_backend("cupy")
         if spec.kind == "paged":
             pool = spec.pool(*shape, 40, np.float32, plain)
@@ -93,7 +93,7 @@ def test_a_decoded_token_copies_nothing_back_and_gets_no_memory(meter, family):
     _, card = both_memories(None)
     params = family.random_params(config).to(card)
     pool = CacheSpec("paged", 16).pool(
-        config.num_layers, config.num_kv_heads, config.head_dim, 12, np.float32, get_backend("cupy")
+        config.visibility(), config.num_kv_heads, config.head_dim, 12, np.float32, get_backend("cupy")
     )
     cache, seen = pool.new_sequence(), []
     for token in range(30):
@@ -113,7 +113,7 @@ def test_a_captured_step_gives_the_bits_of_forward(meter, family, kv_dtype, wind
     config = small_config(dim=16, kv_heads=2) if family is gpt2 else small_llama(heads=4, kv_heads=2, dim=16)
     params, spec = family.random_params(config, scale=0.2), CacheSpec("paged", 16, window, None, kv_dtype)
     host, card = both_memories(None)
-    shape = config.num_layers, config.num_kv_heads, config.head_dim
+    shape = config.visibility(), config.num_kv_heads, config.head_dim
     pools = [spec.pool(*shape, 30, np.float32, memory) for memory in (NUMPY, get_backend("cupy"))]
     there = [params.to(memory) for memory in (host, card)]
     caches = [[pool.new_sequence() for _ in range(3)] for pool in pools]
@@ -141,7 +141,7 @@ def test_a_captured_step_gives_the_bits_of_forward(meter, family, kv_dtype, wind
 def test_a_step_refuses_what_it_cannot_hold(meter):
     config, card = small_config(dim=16), get_backend("cupy")
     params = gpt2.random_params(config).to(both_memories(None)[1])
-    shape = config.num_layers, config.num_kv_heads, config.head_dim, 12, np.float32, card
+    shape = config.visibility(), config.num_kv_heads, config.head_dim, 12, np.float32, card
     with pytest.raises(UsageError, match="int4 keeps a tile apart"):
         DecodeStep(params, CacheSpec("paged", 32, kv_dtype="int4").pool(*shape), 1, 128, card)
     with pytest.raises(UsageError, match="absolute positions"):
