@@ -25,12 +25,12 @@ class Backend:
     xp: ModuleType
 
     def from_numpy(self, array: np.ndarray) -> Array:
-        """The array in this library's memory; no copy on NumPy."""
-        return array if self.xp is np else self.xp.asarray(array)
+        """The array in this library's memory; no copy on NumPy. Memory for compiled kernels packs a matrix here."""
+        return self.table(array)
 
     def table(self, array: np.ndarray) -> Array:
-        """The same for a matrix that is looked up and never multiplied, such as learned positions."""
-        return self.from_numpy(array)
+        """The same as an array, whatever becomes of other matrices: for one that is looked up and never multiplied."""
+        return array if self.xp is np else self.xp.asarray(array)
 
 
 NUMPY = Backend("numpy", np)

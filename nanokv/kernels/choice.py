@@ -69,9 +69,6 @@ class PackedMemory(Backend):
             return array
         return pack(array, self.form or "float32")
 
-    def table(self, array: Array) -> Array:
-        return array
-
 
 @dataclass(frozen=True)
 class RoundedMemory(Backend):
@@ -83,9 +80,6 @@ class RoundedMemory(Backend):
         if array.ndim != 2:
             return array
         return pack(array, self.form).to_array()
-
-    def table(self, array: Array) -> Array:
-        return array
 
 
 def memory_for(backend: Backend, numerics: Numerics, form: str | None, threads: int | None) -> Backend:
