@@ -89,7 +89,7 @@ def transformers_step(model: Model, count: int, context: int, tokens: np.ndarray
 
 
 def prefix_hit(model: Model, tokens: np.ndarray, repeat: int) -> tuple[float, float]:
-    """Seconds to the first logits of a 512-token prompt, cold and after a hit of all of it but its last token."""
+    """Seconds to the first logits of a 512-token prompt, cold and after a hit of all its blocks but the last."""
     pool = model.new_pool(4 * (512 // PAGED.block_size) + 2, PAGED)
     prompt = [int(token) for token in tokens[:512]]
     times: dict[str, list[float]] = {"cold": [], "hit": []}

@@ -182,7 +182,7 @@ def test_nobody_is_let_in_to_be_thrown_out_at_the_next_token():
 
 
 def test_copies_of_a_prompt_that_is_all_cached_fit_in_what_was_counted():
-    """Each of several equal prompts needs a copy of the last block while another holds it: counted before it is let in."""
+    """In pools of every size, from one that holds one of them."""
     for blocks in range(5, 16):
         engine = Engine(MODEL, CacheSpec(block_size=4), num_blocks=blocks, max_batch_tokens=8)
         runs = [engine.add([1, 2, 3, 4, 5, 6, 7, 8], Options(5, SamplingParams(1.0, seed=seed)))[0] for seed in range(4)]
@@ -265,8 +265,8 @@ def test_a_block_aligned_prompt_that_is_all_cached_still_computes_one_token():
     computed = engine.stats.computed_tokens
     again = engine.generate([[1, 2, 3, 4, 5, 6, 7, 8]], Options(3))[0]
     assert again.tokens == first.tokens
-    assert engine.stats.computed_tokens - computed == 1 + 2  # the last token of the prompt, then two tokens
-    assert engine.stats.prefix_hit_tokens == 7
+    assert engine.stats.computed_tokens - computed == 4 + 2  # one block of the prompt, then two tokens
+    assert engine.stats.prefix_hit_tokens == 4
 
 
 def test_generated_tokens_are_found_by_the_next_turn():

@@ -23,6 +23,9 @@ def chat(
     numerics: str | None,
     dtype: str,
     backend: str,
+    kernels: str,
+    weights: str | None,
+    threads: int | None,
     system: str | None,
     stats: bool,
     block_size: int | None,
@@ -40,7 +43,9 @@ def chat(
 
     options["block_size"] = (32 if options["kv_dtype"] == "int4" else 16) if block_size is None else block_size
     checked, spec = make_options(cache="paged", **options)
-    model = nanokv.load(source, dtype=dtype, backend=backend, numerics=numerics)
+    model = nanokv.load(
+        source, dtype=dtype, backend=backend, numerics=numerics, kernels=kernels, weights=weights, threads=threads
+    )
     messages = [] if system is None else [{"role": "system", "content": system}]
     encode_chat(model, [*messages, {"role": "user", "content": "?"}])  # a model that cannot talk is refused at once
     engine = Engine(model, spec, num_blocks=model.blocks_for(spec, model.config.num_positions) + 1)

@@ -275,28 +275,26 @@ class PagedCache:
             self._keys.append(key)
 
     def adopt(self, tokens: Sequence[int]) -> int:
-        """Starts an empty sequence with the longest cached prefix of `tokens`, at least one token short of all of them,
-        and says how long it is. Where every block is cached, the last is shared but for its last token, which the next
-        step computes again: in a copy if somebody else holds the block."""
+        """Starts an empty sequence with the longest cached prefix of `tokens` in whole blocks, at least one token short of
+        all of them, and says how long it is."""
         if self._length:
             raise UsageError("only an empty sequence can adopt a prefix")
         size = self.pool.block_size
         keys: list[BlockKey] = []
         found: list[int] = []
-        for key in block_keys(tokens, size, self.pool.extra):
+        for key in block_keys(tokens[: len(tokens) - 1], size, self.pool.extra):
             block = self.pool.blocks.get_cached_block(key)
             if block is None:
                 break
             keys.append(key)
             found.append(block)
-        length = min(len(found) * size, len(tokens) - 1)
+        length = len(found) * size
         if self._own:  # what an own tile holds is not in any block
             length = length // TILE * TILE
-        count = -(-length // size)
+        count = length // size
         self.pool.blocks.touch(found[:count])
-        self.block_table, self._keys = found[:count], keys[: length // size]
-        self._length = self._end = length
-        self._written = count * size
+        self.block_table, self._keys = found[:count], keys[:count]
+        self._length = self._end = self._written = length
         self._drop_unseen_blocks()
         if self._own:
             self._own.restart(self._length)
