@@ -269,10 +269,10 @@ def test_a_request_as_long_as_the_model_is_taken() -> None:
 
 
 def test_one_that_arrives_as_a_step_begins_is_in_it() -> None:
-    """Steps of 10: the second comes at 20, with the third step."""
-    run = watched((one_at(0, 1, 5), one_at(20, 2, 1)), Paged(9, 4), limits(), time=StepTime(10, 0, 0))
+    """Steps of 11, 12 and 13; the second comes at 36, with the fourth."""
+    run = watched((one_at(0, 1, 6), one_at(36, 2, 1)), Paged(9, 4), limits(), time=StepTime(10, 1, 0))
     plans = [[(sequence.index, count) for sequence, count in each.plan] for each in run.stretches for _ in range(each.steps)]
-    assert plans == [[(0, 1)], [(0, 1)], [(0, 1), (1, 2)], [(0, 1)], [(0, 1)]]
+    assert plans == [[(0, 1)], [(0, 1)], [(0, 1)], [(0, 1), (1, 2)], [(0, 1)], [(0, 1)]]
 
 
 def test_what_no_node_names_is_no_other_requests() -> None:
