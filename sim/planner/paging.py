@@ -82,7 +82,7 @@ class Paged:
     def release(self, sequence: Sequence) -> None:
         self.pool.free_blocks(sequence.block_table[::-1])
         sequence.block_table = []
-        sequence.computed = sequence.published = 0
+        sequence.computed = 0
 
     def reach(self, computed: Counts, steps: int) -> int:
         held = int(self._blocks(computed).sum())

@@ -256,6 +256,41 @@ def test_external_fragmentation_is_what_the_next_one_cannot_use() -> None:
     assert set(external.tolist()) == {0, 20}
 
 
+def test_free_slots_that_are_too_few_are_no_fragmentation() -> None:
+    """40 slots: 30 are held and 10 free, in one piece; the next one wants 16."""
+    run = watched((one_at(0, 25, 6), one_at(0, 15, 2)), Reserved("oracle", 40, LONGEST, "first-fit"), limits())
+    first = run.stretches[0]
+    assert (first.usage.external.tolist(), first.usage.free.tolist()) == ([0], [10])
+
+
+def test_a_request_as_long_as_the_model_is_taken() -> None:
+    run = watched((one_at(0, 60, 4), one_at(0, 60, 5)), Paged(99, 4), limits())
+    assert (run.replay.counts.finished, run.replay.counts.too_long) == (1, 1)
+
+
+def test_one_that_arrives_as_a_step_begins_is_in_it() -> None:
+    """Steps of 11, 12 and 13; the second comes at 36, with the fourth."""
+    run = watched((one_at(0, 1, 6), one_at(36, 2, 1)), Paged(9, 4), limits(), time=StepTime(10, 1, 0))
+    plans = [[(sequence.index, count) for sequence, count in each.plan] for each in run.stretches for _ in range(each.steps)]
+    assert plans == [[(0, 1)], [(0, 1)], [(0, 1)], [(0, 1), (1, 2)], [(0, 1)], [(0, 1)]]
+
+
+def test_what_no_node_names_is_no_other_requests() -> None:
+    """The second request's own blocks and the trace's nodes are numbered apart: node 1 holds nothing of request 1."""
+    first = Request(0.0, 4, 9)  # no prefix: blocks of its own
+    second = Request(1e-6, 9, 1, (0, 0, 0))
+    for requests in ((first, second), (second, first)):
+        counts = watched(requests, Paged(99, 4, NAMED), limits()).replay.counts
+        assert counts.prefix_hit_tokens == 0
+
+
+def test_table_entries_that_sharing_saves() -> None:
+    """Three prompts of 8 with the same 2 blocks: of 6 entries 4 are saved, and 2 blocks are shared."""
+    requests = tuple(Request(at * 1e-12, 9, 3, (0, 1, 2 + at)) for at in range(3))
+    counts = watched(requests, Paged(99, 4, NAMED), limits(), time=StepTime(1, 0, 0)).replay.counts
+    assert (counts.peak_shared_blocks, counts.peak_saved_blocks) == (2, 4)
+
+
 def test_a_request_that_can_never_fit_is_refused_and_the_others_are_not() -> None:
     requests = (one_at(0, 60, 10), one_at(0, 30, 10), one_at(0, 5, 2))
     for memory in (Paged(8, 4), Reserved("oracle", 32, LONGEST, "first-fit")):
