@@ -17,7 +17,7 @@ from nanokv.kv.tile import Batch
 from nanokv.models import gpt2, llama
 from nanokv.models.gpt2 import random_params
 from nanokv.numerics import COMPILED
-from tests.support import ROOT, chunkings, examples, head_counts, nan_cache, small_config
+from tests.support import EVERYDAY, ROOT, chunkings, examples, head_counts, nan_cache, settings, small_config
 
 pytest.importorskip("numba", reason="not run: numba is not installed (pip install 'nanokv[cpu]')")
 
@@ -31,6 +31,8 @@ from nanokv.rope import Rope
 from tests.kernels import logits
 
 SEEDS = st.integers(0, 1 << 30)
+EVERY_DAY = settings.default.max_examples == EVERYDAY
+THOROUGH = pytest.mark.skipif(EVERY_DAY, reason="not run: half a minute each; run with --hypothesis-profile thorough")
 KV = ("float32", "float16", "bfloat16", "int8", "fp8", "int4")
 
 
@@ -173,7 +175,14 @@ def test_the_models_logits_are_those_of_every_machine():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cpu", ["haswell", "skylake-avx512", "znver4", "generic"])
+@pytest.mark.parametrize(
+    "cpu",
+    [
+        "haswell",
+        "generic",
+        *(pytest.param(name, marks=THOROUGH) for name in ("skylake-avx512", "znver4")),
+    ],
+)
 def test_the_instruction_set_changes_nothing(cpu, tmp_path):
     """Compiled for other processors: 8 lanes, 16 lanes, and no vector unit to speak of, where fma is a library call."""
     env = {**os.environ, "NUMBA_CPU_NAME": cpu, "NUMBA_NUM_THREADS": "1"}
