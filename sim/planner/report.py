@@ -225,12 +225,13 @@ def figure_of(models: list[Model], plans: list[Plan]) -> Any:
         heights += [needs[-1].total / GIB, found.per_gpu.total_allocated / GIB]
         if found.available is not None:
             left = found.available / GIB
-            axes.axhline(left, color=line.get_color(), linestyle="--", linewidth=1, label=f"{label}: {left:.2f} GiB are left")
-            heights.append(left)
+            says = f"{left:.2f} GiB are left" if left >= 0 else f"nothing is left, {-left:.2f} GiB are missing"
+            heights.append(max(0, left))
+            axes.axhline(heights[-1], color=line.get_color(), linestyle="--", linewidth=1, label=f"{label}: {says}")
     axes.axvline(asked.context, color="grey", linewidth=0.8, label=f"{asked.context:,} tokens")
     axes.set(
         xlabel=f"tokens of context, batch {asked.batch:,}", ylabel="GiB on each GPU",
-        xlim=(0, at[-1]), ylim=(min(0, *heights), 1.1 * max(heights)),
+        xlim=(0, at[-1]), ylim=(0, 1.1 * max(heights)),
     )  # fmt: skip
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.3)

@@ -244,6 +244,16 @@ def test_plot_has_the_function_and_the_limit(configs: dict[str, str]) -> None:
     assert set(limit.get_ydata()) == {50.0}
 
 
+def test_plot_of_weights_that_do_not_fit_says_how_much_is_missing(configs: dict[str, str]) -> None:
+    pytest.importorskip("matplotlib")
+    model = read_model(configs["gpt2"])
+    axes = figure_of([model], [plan(model.geometry, Question(512, 1, kv_format("bf16")), available=-(3 << 30))]).axes[0]
+    limit = axes.get_lines()[1]
+    assert set(limit.get_ydata()) == {0}
+    assert limit.get_label().endswith("nothing is left, 3.00 GiB are missing")
+    assert axes.get_ylim()[0] == 0
+
+
 def test_a_plot_that_cannot_be_written_leaves_nothing(tmp_path: Path, configs: dict[str, str]) -> None:
     pytest.importorskip("matplotlib")
     for path in (tmp_path / "absent" / "kv.png", tmp_path / "kv.odd"):
