@@ -81,11 +81,11 @@ def rounds(contenders: dict[str, Start], tokens: list[int], repeat: int) -> dict
 
 def load_seconds(source: str) -> float:
     """The median of three loads after one."""
-    nanokv.load(source)
+    nanokv.load(source, kernels="numpy")
     times = []
     for _ in range(3):
         began = time.perf_counter()
-        nanokv.load(source)
+        nanokv.load(source, kernels="numpy")
         times.append(time.perf_counter() - began)
     return statistics.median(times)
 
@@ -98,7 +98,7 @@ def main() -> None:
     args = parser.parse_args()
     path = args.model or pulled("smollm2")
     loading = load_seconds(str(path))
-    model = nanokv.load(str(path))
+    model = nanokv.load(str(path), kernels="numpy")
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, PREFILL).tolist()
     with tempfile.TemporaryDirectory() as folder:
         llama = LlamaCpp(write_float32(path, Path(folder) / "float32.gguf"), threads(), CONTEXT)

@@ -14,7 +14,7 @@ from nanokv.kv.contiguous import ContiguousCache
 from nanokv.kv.paged import PagedCache, PagedPool
 from nanokv.kv.spec import CacheSpec
 from nanokv.kv.tile import Batch, Cache, Visibility
-from nanokv.models.convert import pool_kv_heads, repacked, unpacked
+from nanokv.models.convert import pool_kv_heads
 from nanokv.models.families import Config, Params, module_for
 from nanokv.numerics import COMPILED, EXACT, FAST, Numerics
 from nanokv.sampling import SamplingParams
@@ -125,9 +125,7 @@ class Model:
 
     def with_kv_heads(self, num_kv_heads: int) -> "Model":
         """The model with its key-value heads averaged in groups: see nanokv.models.convert."""
-        packed = self.numerics is COMPILED
-        params = pool_kv_heads(unpacked(self.params) if packed else self.params, num_kv_heads)
-        return replace(self, params=repacked(params, self.params) if packed else params)
+        return replace(self, params=pool_kv_heads(self.params, num_kv_heads))
 
     @property
     def weight_bytes(self) -> int:

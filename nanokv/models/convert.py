@@ -12,37 +12,18 @@ from nanokv.models.families import Params
 Block = gpt2.Block | llama.Block
 
 
-def unpacked(params: Params) -> Params:
-    """Packed matrices of weights as arrays again."""
-
-    def arrays(block: Any) -> Any:
-        return replace(block, **{name: each.to_array() for name, each in vars(block).items() if isinstance(each, Matrix)})
-
-    changes: Any = {"blocks": tuple(map(arrays, params.blocks))}
-    return replace(params, **changes)
-
-
-def repacked(params: Params, like: Params) -> Params:
-    """Arrays packed again, each in the format that it has in `like`."""
-
-    def matrices(block: Any, old: Block) -> Any:
-        return replace(
-            block, **{name: pack(vars(block)[name], m.form) for name, m in vars(old).items() if isinstance(m, Matrix)}
-        )
-
-    changes: Any = {"blocks": tuple(map(matrices, params.blocks, like.blocks))}
-    return replace(params, **changes)
-
-
 def pool_kv_heads(params: Params, num_kv_heads: int) -> Params:
     """Groups of key-value heads replaced by their mean, the recipe of the GQA paper (Ainslie et al. 2023, arXiv
     2305.13245), which then trains on; here nothing does, so the model's text gets worse.
 
-    Raises UsageError for a number that does not divide the present one.
+    A packed matrix of queries, keys and values becomes one of float32, since a mean has no place among the quantised weights;
+    all others stay as they are. Raises UsageError for a number that does not divide the present one.
     """
     config = params.config
     if num_kv_heads < 1 or config.num_kv_heads % num_kv_heads:
         raise UsageError(f"{num_kv_heads} key-value heads cannot be made of {config.num_kv_heads}: the number must divide it")
+    if num_kv_heads == config.num_kv_heads:
+        return params
     split = config.num_heads * config.head_dim
     stacked = (2, num_kv_heads, config.num_kv_heads // num_kv_heads, config.head_dim)
 
@@ -52,8 +33,9 @@ def pool_kv_heads(params: Params, num_kv_heads: int) -> Params:
         return module_of(rows).concatenate([rows[:split], kv])
 
     def fewer(block: Block) -> Block:
-        bias = None if block.qkv_bias is None else pooled(block.qkv_bias)
-        return replace(block, qkv_weight=pooled(block.qkv_weight), qkv_bias=bias)
+        weight, bias = block.qkv_weight, None if block.qkv_bias is None else pooled(block.qkv_bias)
+        fewer_rows = pack(pooled(weight.to_array())) if isinstance(weight, Matrix) else pooled(weight)
+        return replace(block, qkv_weight=fewer_rows, qkv_bias=bias)
 
     changes: dict[str, Any] = {"config": replace(config, num_kv_heads=num_kv_heads), "blocks": tuple(map(fewer, params.blocks))}
     return replace(params, **changes)

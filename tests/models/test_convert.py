@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from nanokv.errors import UsageError
+from nanokv.kernels.choice import PackedMemory
 from nanokv.models.convert import pool_kv_heads
 from nanokv.models.gpt2 import forward, random_params
 from tests.support import nan_cache, small_config
@@ -36,6 +37,17 @@ def test_equal_heads_are_pooled_without_a_difference():
     full = type(params)(**{**vars(params), "config": small_config(heads=4, kv_heads=4, dim=8), "blocks": tuple(blocks)})
     again = pool_kv_heads(full, 2)
     assert np.array_equal(forward(again, np.arange(50), nan_cache(config, 50)), grouped)
+
+
+def test_quantised_weights_are_not_quantised_again():
+    """The mean is that of the decoded weights, in float32; what is not averaged stays the very same matrix."""
+    params = random_params(small_config(heads=4, kv_heads=4, dim=8)).to(PackedMemory("numpy", np, "int4"))
+    assert pool_kv_heads(params, 4) is params
+    for old, new in zip(params.blocks, pool_kv_heads(params, 2).blocks, strict=True):
+        weights = old.qkv_weight.to_array()
+        heads = weights[32:].reshape(2, 2, 2, 8, 32).mean(axis=2).reshape(32, 32)
+        assert np.array_equal(new.qkv_weight.to_array(), np.concatenate([weights[:32], heads]))
+        assert new.fc_weight is old.fc_weight
 
 
 @pytest.mark.parametrize("count", [0, -1, 3, 8])
