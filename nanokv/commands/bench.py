@@ -1,12 +1,13 @@
 """`bench`: what the cache saves, and how near decoding comes to the memory's speed."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from nanokv.commands.options import model_options, writable
+from nanokv.commands.options import Computing, model_options, writable
 from nanokv.errors import NanoKVError, UsageError
 
 
@@ -22,12 +23,7 @@ from nanokv.errors import NanoKVError, UsageError
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench(
     source: str,
-    numerics: str | None,
-    dtype: str,
-    backend: str,
-    kernels: str,
-    weights: str | None,
-    threads: int | None,
+    computing: Computing,
     shape: str | None,
     contexts: str,
     repeat: int,
@@ -36,7 +32,6 @@ def bench(
     as_json: bool,
 ) -> None:
     """Time a token with and without the cache as the context grows."""  # fmt: skip
-    import nanokv
     from nanokv.bench import curve, random_model, report
 
     sizes = parse_contexts(contexts)
@@ -44,11 +39,9 @@ def bench(
         require_matplotlib()
         writable(plot)
     if shape:
-        model = random_model(shape, dtype, backend, numerics, kernels, weights, threads)
+        model = random_model(shape, **asdict(computing))
     else:
-        model = nanokv.load(
-            source, dtype=dtype, backend=backend, numerics=numerics, kernels=kernels, weights=weights, threads=threads
-        )
+        model = computing.load(source)
     points = []
     for point in curve(model, sizes, repeat, uncached_limit):
         points.append(point)

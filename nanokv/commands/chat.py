@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nanokv.commands.options import cache_options, model_options, sampling_options
+from nanokv.commands.options import Computing, block_size_for, cache_options, model_options, sampling_options
 
 if TYPE_CHECKING:
     from nanokv.engine import Engine
@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 @click.option("--stats", is_flag=True, help="After each answer: what was found in the cache, what was computed, the speed.")
 def chat(
     source: str,
-    numerics: str | None,
-    dtype: str,
-    backend: str,
-    kernels: str,
-    weights: str | None,
-    threads: int | None,
+    computing: Computing,
     system: str | None,
     stats: bool,
     block_size: int | None,
@@ -35,17 +30,14 @@ def chat(
 
     The conversation stays in a paged cache: the blocks of earlier turns are found by their hashes and not computed again.
     """  # fmt: skip
-    import nanokv
     from nanokv.chat import encode_chat
     from nanokv.engine import Engine
     from nanokv.errors import NanoKVError
     from nanokv.model import make_options
 
-    options["block_size"] = (32 if options["kv_dtype"] == "int4" else 16) if block_size is None else block_size
+    options["block_size"] = block_size_for(options["kv_dtype"], block_size)
     checked, spec = make_options(cache="paged", **options)
-    model = nanokv.load(
-        source, dtype=dtype, backend=backend, numerics=numerics, kernels=kernels, weights=weights, threads=threads
-    )
+    model = computing.load(source)
     messages = [] if system is None else [{"role": "system", "content": system}]
     encode_chat(model, [*messages, {"role": "user", "content": "?"}])  # a model that cannot talk is refused at once
     engine = Engine(model, spec, num_blocks=model.blocks_for(spec, model.config.num_positions) + 1)

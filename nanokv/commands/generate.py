@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nanokv.commands.options import cache_options, model_options, sampling_options
+from nanokv.commands.options import Computing, block_size_for, cache_options, model_options, sampling_options
 from nanokv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,12 +48,7 @@ NOTES = {"context": "the model has no position for another token", "interrupted"
 def generate(
     prompts: tuple[str, ...],
     source: str,
-    numerics: str | None,
-    dtype: str,
-    backend: str,
-    kernels: str,
-    weights: str | None,
-    threads: int | None,
+    computing: Computing,
     files: tuple[str, ...],
     stats: bool,
     as_json: bool,
@@ -74,7 +69,6 @@ def generate(
     Without a PROMPT or --file, one prompt is read from standard input. The prompt is printed before its continuation; with
     --json, "text" is the continuation alone. Several prompts run together.
     """  # fmt: skip
-    import nanokv
     from nanokv.model import make_options
 
     if system is not None and not chat:
@@ -92,16 +86,14 @@ def generate(
     options["cache"] = cache or ("paged" if together else "contiguous")
     if block_size is not None and options["cache"] != "paged":
         raise UsageError(f"--block-size needs --cache paged, not {options['cache']}")
-    options["block_size"] = (32 if options["kv_dtype"] == "int4" else 16) if block_size is None else block_size
+    options["block_size"] = block_size_for(options["kv_dtype"], block_size)
     checked, spec = make_options(stop=tuple(unescape(text) for text in stop), **options)
     texts = gather(prompts, files)
-    model = nanokv.load(
-        source, dtype=dtype, backend=backend, numerics=numerics, kernels=kernels, weights=weights, threads=threads
-    )
+    model = computing.load(source)
     if kv_heads is not None:
         model = model.with_kv_heads(kv_heads)
         click.echo(f"note: heads averaged to {kv_heads}; the model was not trained this way", err=True)
-    if model.backend.name == "cupy" and numerics is None:
+    if model.backend.name == "cupy" and computing.numerics is None:
         click.echo("note: on CuPy the numerics are fast: cached and uncached agree within rounding", err=True)
     prompts_ids = [encode(model, text, chat, system) for text in texts]
     shown = [""] * len(texts) if chat else texts

@@ -1,18 +1,49 @@
 """Options that several commands share."""
 
+import functools
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from nanokv.errors import UsageError
 
+if TYPE_CHECKING:
+    from nanokv.model import Model
+
 F = TypeVar("F", bound=Callable)
 
 
-def model_options(function: F) -> F:
-    """--model, --kernels, --weights, --threads, --numerics, --dtype, --backend: what is loaded and how it computes."""
+@dataclass(frozen=True)
+class Computing:
+    """What the options say of how a model computes: arguments of nanokv.load, None where nothing was said."""
+
+    dtype: str
+    backend: str
+    numerics: str | None
+    kernels: str
+    weights: str | None
+    threads: int | None
+
+    def load(self, source: str) -> "Model":
+        """The model called `source`: errors as nanokv.load's."""
+        import nanokv
+
+        return nanokv.load(source, **asdict(self))
+
+
+def model_options(function: Callable) -> Callable:
+    """--model, as the argument `source`, and --kernels, --weights, --threads, --numerics, --dtype and --backend, gathered into
+    the argument `computing`."""
+
+    @functools.wraps(function)
+    def gathered(**options: Any) -> Any:
+        own = {field.name: options.pop(field.name) for field in fields(Computing)}
+        return function(computing=Computing(**own), **options)
+
+    decorated: Callable = gathered
     for option in (
         click.option("--backend", type=click.Choice(["auto", "numpy", "cupy"]), default="auto", show_default=True,
                      help="Array library; auto takes CuPy when a GPU answers."),
@@ -29,8 +60,8 @@ def model_options(function: F) -> F:
                      help="The model: default (ships with nanokv), smollm2 (after `pull`), a directory, a GGUF or llama2.c "
                      "file, or a hub id such as gpt2."),
     ):  # fmt: skip
-        function = option(function)
-    return function
+        decorated = option(decorated)
+    return decorated
 
 
 def sampling_options(function: F) -> F:
@@ -77,6 +108,11 @@ def cache_options(function: F) -> F:
     ):
         function = option(function)
     return function
+
+
+def block_size_for(kv_dtype: str | None, given: int | None) -> int:
+    """Tokens a block: as --block-size says, else 16, and 32 with int4, whose groups are that long."""
+    return (32 if kv_dtype == "int4" else 16) if given is None else given
 
 
 def writable(path: Path) -> Path:
