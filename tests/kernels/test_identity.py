@@ -31,6 +31,9 @@ from nanokv.rope import Rope
 from tests.kernels import logits
 
 SEEDS = st.integers(0, 1 << 30)
+# Two orders of summation. fast_bound() allows the models below 5e-3 and 1.3e-3; rounding errors partly cancel, and 1.3e-5 and
+# 7e-6 are seen. In between, well under what the bound allows: a sharper test than the derived bound, not a derived one.
+ROUNDING = 1e-4
 EVERY_DAY = settings.default.max_examples == EVERYDAY
 THOROUGH = pytest.mark.skipif(EVERY_DAY, reason="not run: half a minute each; run with --hypothesis-profile thorough")
 KV = ("float32", "float16", "bfloat16", "int8", "fp8", "int4")
@@ -79,7 +82,7 @@ def test_every_kv_format_reads_the_same_from_every_cache(kv_dtype, window):
         plain = [
             gpt2.forward(params, part, cache) for cache in [new_cache(config, contiguous)] for part in np.split(tokens, at)
         ]
-        assert np.allclose(np.concatenate(plain), whole, rtol=0, atol=1e-4)
+        assert np.allclose(np.concatenate(plain), whole, rtol=0, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("kv_dtype", [*KV, "fp8 fixed"])
@@ -150,7 +153,7 @@ def test_a_llama_is_the_same_in_pieces_and_near_numpy(adjacent):
     parts = [llama.forward(params, tokens[at : at + 1], cache, numerics=COMPILED) for at in range(3)]
     parts += [llama.forward(params, tokens[3:], cache, numerics=COMPILED)]
     assert np.array_equal(np.concatenate(parts), whole)
-    assert np.allclose(whole, llama.forward(params, tokens, nan_cache(config, 150)), rtol=0, atol=1e-4)
+    assert np.allclose(whole, llama.forward(params, tokens, nan_cache(config, 150)), rtol=0, atol=ROUNDING)
 
 
 def test_threads_change_nothing():
