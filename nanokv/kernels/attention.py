@@ -13,21 +13,24 @@ from typing import Any
 import numpy as np
 
 from nanokv.kernels import layout as at
-from nanokv.kernels.compiling import inner
+from nanokv.kernels.compiling import CFunction, inner
 from nanokv.kernels.decoding import decode_row
 from nanokv.kernels.functions import LOWEST, F, combine_lanes, exp
 from nanokv.kernels.layout import BEGIN, END, FIRST, FLOAT32, HIGH, LAST, LOW, NUMBER, QUERY, SINKS, TILE, WINDOW
-from nanokv.kernels.linear import LEAST_TASKS, SEGMENT
+from nanokv.kernels.linear import RUNS, SEGMENT
 from nanokv.kernels.simd import (
     add,
+    dots,
     first,
-    float32_of_bits,
+    float_of,
+    fma,
     fma1,
+    fold,
     integers,
+    largest,
     load,
     matrix,
     number,
-    prefetch,
     product,
     splat,
     store,
@@ -35,9 +38,12 @@ from nanokv.kernels.simd import (
     table,
     transpose,
     vector,
+    where_less,
 )
 
-_six, _two, _one, _one_on = product(6, 4), product(2, 4), product(1, 4), product(1, 4, continues=True)
+_six, _two, _one = product(6, 4), product(2, 4), product(1, 4)
+_on1, _on2, _on3, _on4 = (product(rows, 4, continues=True) for rows in (1, 2, 3, 4))
+_dots1, _dots2, _dots3, _dots4 = (dots(rows) for rows in (1, 2, 3, 4))
 
 
 @inner()
@@ -96,58 +102,74 @@ def _load_values(
 
 
 @inner()
-def _values_in_place(
-    weights: Any, base: Any, units: Any, unit_size: Any, h: Any, heads: Any, dim: Any, count: Any, chain: Any, o: Any
-) -> None:
-    """o [rows, D] = weights [rows, 128] times the values of head h, float32, read from their blocks; D is a multiple of 64."""
-    o[:] = F(0)
-    step = heads * dim
-    for r in range(len(o)):
-        for k in range(0, count, SEGMENT):
-            chain[:] = F(0)
-            end, t = min(k + SEGMENT, count), k
-            while t < end:
-                some = min(unit_size - t % unit_size, end - t)
-                slot = units[t // unit_size] * unit_size + t % unit_size
-                source = base + (slot * heads + h) * dim * 4
-                for column in range(0, dim, 64):
-                    _one_on(
-                        weights.ctypes.data + (r * TILE + t) * 4,
-                        TILE,
-                        source + column * 4,
-                        step,
-                        some,
-                        chain.ctypes.data + column * 4,
-                        dim,
-                    )
-                t += some
-            for d in range(dim):
-                o[r, d] += chain[d]
+def _some_scores(x: Any, rows: Any, dim: Any, keys: Any, step: Any, scores: Any) -> None:
+    """scores [rows, 128] at 16 keys += x [rows, D] times these keys, which lie `step` apart; D is a multiple of 16."""
+    for d in range(0, dim, SEGMENT):
+        some, r = min(SEGMENT, dim - d), 0
+        while r < rows:
+            here, to = x + (r * dim + d) * 4, scores + r * TILE * 4
+            if r + 4 <= rows:
+                _dots4(here, dim, keys + d * 4, step, some, to, TILE)
+                r += 4
+            elif r + 3 == rows:
+                _dots3(here, dim, keys + d * 4, step, some, to, TILE)
+                r += 3
+            elif r + 2 == rows:
+                _dots2(here, dim, keys + d * 4, step, some, to, TILE)
+                r += 2
+            else:
+                _dots1(here, dim, keys + d * 4, step, some, to, TILE)
+                r += 1
+
+
+@inner()
+def _some_values(weights: Any, rows: Any, dim: Any, values: Any, step: Any, count: Any, chains: Any) -> None:
+    """The chains [rows, D] of a segment go on by `count` values, which lie `step` apart; D is a multiple of 64."""
+    for column in range(0, dim, 64):
+        w, r = values + column * 4, 0
+        while r < rows:
+            x, to = weights + r * TILE * 4, chains + (r * dim + column) * 4
+            if r + 4 <= rows:
+                _on4(x, TILE, w, step, count, to, dim)
+                r += 4
+            elif r + 3 == rows:
+                _on3(x, TILE, w, step, count, to, dim)
+                r += 3
+            elif r + 2 == rows:
+                _on2(x, TILE, w, step, count, to, dim)
+                r += 2
+            else:
+                _on1(x, TILE, w, step, count, to, dim)
+                r += 1
+
+
+@inner()
+def _hide(scores: Any, begin: Any, end: Any) -> None:
+    """Keys begin .. end - 1 of a tile, as far as there are such, get the score of what is not seen."""
+    for t in range(max(0, begin), min(TILE, end)):
+        scores[t] = F(-np.inf)
 
 
 @inner()
 def _weigh(scores: Any, tile: Any, count: Any, position: Any, window: Any, sinks: Any) -> Any:
     """A row of scores [128] of a tile's keys becomes weights in place -> m, l."""
     start = tile[NUMBER] * TILE
-    inside = start >= tile[LOW] and start + count <= tile[HIGH] and (window == 0 or position - start < window)
-    if not inside or start + count - 1 > position:
-        for t in range(count):
-            key = start + t
-            gone = window > 0 and position - key >= window and key >= sinks
-            if key > position or gone or key < tile[LOW] or key >= tile[HIGH]:
-                scores[t] = F(-np.inf)
-    for t in range(count, TILE):
-        scores[t] = F(-np.inf)
-    m = LOWEST
-    for t in range(count):
-        if scores[t] > m:
-            m = scores[t]
-    at, top = scores.ctypes.data, splat(m)
+    _hide(scores, min(count, position + 1 - start), TILE)
+    _hide(scores, 0, tile[LOW] - start)
+    _hide(scores, tile[HIGH] - start, TILE)
+    if window > 0:
+        _hide(scores, sinks - start, position - window + 1 - start)
+    at = scores.ctypes.data
+    top = splat(LOWEST)
+    for t in range(0, TILE, 16):
+        x = load(at, t)
+        top = where_less(top, x, x, top)
+    top = largest(top)
     for t in range(0, TILE, 16):
         store(at, t, exp(sub(load(at, t), top)))
     a, b = add(load(at, 0), load(at, 64)), add(load(at, 16), load(at, 80))
     c, d = add(load(at, 32), load(at, 96)), add(load(at, 48), load(at, 112))
-    return m, first(combine_lanes(a, b, c, d))
+    return first(top), first(combine_lanes(a, b, c, d))
 
 
 @inner()
@@ -167,7 +189,14 @@ def _score(
     rows, dim = query.shape
     scores[:] = F(0)
     _times(query.ctypes.data, dim, rows, keys.ctypes.data, TILE, dim, TILE if count > 64 else 64, scores.ctypes.data, TILE)
-    for r in range(rows):
+    _weigh_rows(scores, group, positions, run, tile, count, m, l)
+
+
+@inner()
+def _weigh_rows(
+    scores: Any, group: Any, positions: Any, run: Any, tile: Any, count: Any, m: Any, l: Any,  # noqa: E741
+) -> None:  # fmt: skip
+    for r in range(len(scores)):
         m[r], l[r] = _weigh(scores[r], tile, count, positions[r // group], run[WINDOW], run[SINKS])
 
 
@@ -178,16 +207,17 @@ def _sum_values(weights: Any, count: Any, values: Any, o: Any) -> None:
     wide = values.shape[1]
     _times(weights.ctypes.data, TILE, len(o), values.ctypes.data, wide, count, wide, o.ctypes.data, wide)
     for r in range(len(o)):
-        _silence(weights[r], values, count, o[r])
+        if not _finite(o[r]):
+            _silence(weights[r], values, count, o[r])
 
 
 @inner()
 def _finite(o: Any) -> Any:
-    total = F(0)
-    for r in range(len(o)):
-        for d in range(o.shape[1]):
-            total += o[r, d] * F(0)
-    return total == F(0)
+    """Whether a row of a multiple of 16 numbers is all finite."""
+    total, zero = splat(F(0)), splat(F(0))
+    for d in range(0, len(o), 16):
+        total = fma(load(o.ctypes.data, d), zero, total)
+    return first(fold(total)) == F(0)
 
 
 @inner()
@@ -245,24 +275,16 @@ def _queries(q: Any, stride: Any, begin: Any, rows: Any, h: Any, group: Any, sca
 
 
 @inner()
-def _ask_for(base: Any, units: Any, unit_size: Any, h: Any, heads: Any, dim: Any, count: Any) -> None:
-    """Asks the memory for head h of a tile's first `count` tokens, float32."""
-    for t in range(count):
-        slot = units[t // unit_size] * unit_size + t % unit_size
-        at = base + (slot * heads + h) * dim * 4
-        for byte in range(0, dim * 4, 64):
-            prefetch(at + byte)
-
-
-@inner()
 def _rounded(dim: Any, to: Any) -> Any:
     return (dim + to - 1) // to * to
 
 
-def attention_words(lines: int, dim: int) -> int:
-    """float32 numbers of scratch that a task needs for that many rows times heads of a group."""
+def attention_words(few: int, many: int, heads: int, dim: int) -> int:
+    """float32 numbers of scratch that a task needs: for all heads of the rows times heads of a group of a run of few rows, and
+    for one of a run of many."""
     wide, width = -(-dim // 64) * 64, -(-dim // 16) * 16
-    return lines * (dim + TILE + 4 + 2 * wide) + width * (TILE + 16) + TILE * wide + dim + 16 * 9
+    tile = width * (TILE + 16) + TILE * wide + 16 * 9
+    return tile + max(heads * few * (2 * dim + TILE), many * (dim + TILE + 4 + 2 * wide))
 
 
 @inner()
@@ -272,18 +294,27 @@ def _cut(scratch: Any, rows: Any, columns: Any) -> Any:
 
 
 @inner()
-def parts_of(tiles: Any, heads: Any) -> Any:
-    """Tasks that share one tile's heads: one, so that a tile streams through memory, where there are tiles enough."""
-    return max(1, min(heads, LEAST_TASKS // max(1, tiles)))
+def _parts(tiles: Any, heads: Any, threads: Any) -> Any:
+    """Into how many parts a tile's heads are cut: one, so that a tile streams through memory, where there are tiles enough."""
+    wanted = 2 * RUNS * threads
+    return 1 if tiles >= wanted else min(heads, (wanted + tiles - 1) // max(1, tiles))
 
 
 @inner()
-def _memory(op: Any, b: Any) -> Any:
+def tile_tasks(tiles: Any, heads: Any, threads: Any) -> Any:
+    """A task is a run of consecutive tiles, or, where there are few tiles, some heads of one."""
+    parts = _parts(tiles, heads, threads)
+    return min(tiles, RUNS * threads) if parts == 1 else tiles * parts
+
+
+@inner()
+def _memory(op: Any, block: Any) -> Any:
     """Where an operation's keys and values lie: sources [S, 7] (codec and planes) of its layer, which [N] of them a tile lies
     in, units [N, 128 / unit_size], unit_size and fp8's scale."""
+    b = integers(block, at.BLOCK)
     sources = table(b[at.SOURCES] + op[6] * b[at.NUM_SOURCES] * 7 * 8, b[at.NUM_SOURCES], 7)
     units = table(b[at.UNITS], b[at.NUM_TILES], TILE // b[at.UNIT_SIZE])
-    return sources, integers(b[at.WHICH], b[at.NUM_TILES]), units, b[at.UNIT_SIZE], float32_of_bits(b[at.FIXED])
+    return sources, integers(b[at.WHICH], b[at.NUM_TILES]), units, b[at.UNIT_SIZE], float_of(block, at.FIXED)
 
 
 @inner()
@@ -293,78 +324,160 @@ def _tiles_and_runs(b: Any) -> Any:
     return tiles, runs, integers(b[at.POSITIONS], b[at.NUM_ROWS])
 
 
-@inner()
-def attend_tile(task: Any, op: Any, scale: Any, b: Any, sets: Any, scratch: Any) -> None:
-    """Some heads of one tile of a run of at most FEW rows -> m, l [N, H, lines], o [N, H, lines, D'] at that tile's place.
+@CFunction
+def attend_tiles(line: Any, block: Any, scratch: Any, task: Any) -> Any:
+    """Some tiles of runs of at most FEW rows, or some heads of one -> m, l [N, H, lines], o [N, H, lines, D'] at their places.
 
-    An operation's numbers: q and its rows' stride, q_sinks and its rows' stride, layer, set, H, G, D.
+    An operation's numbers: q and its rows' stride, q_sinks and its rows' stride, layer, set, H, G, D; scale.
     """
-    q, q_stride, q_sinks, sinks_stride, heads, group, dim = op[2], op[3], op[4], op[5], op[8], op[9], op[10]
-    first, end = sets[op[7], at.FEW_TILES], sets[op[7], at.TILES_END]
-    parts = parts_of(end - first, heads)
-    place, part = first + task // parts, task % parts
+    op, b = integers(line, at.COLUMNS), integers(block, at.BLOCK)
+    sets, scale = table(b[at.SETS], b[at.NUM_SETS], at.SET_COLUMNS), float_of(line, at.REAL)
+    heads, first = op[8], sets[op[7], at.FEW_TILES]
+    tiles = sets[op[7], at.TILES_END] - first
+    tasks = tile_tasks(tiles, heads, b[at.THREADS])
+    if task < 0:
+        return tasks
+    parts = _parts(tiles, heads, b[at.THREADS])
+    begin, end, h, stop = task * tiles // tasks, (task + 1) * tiles // tasks, 0, heads
+    if parts > 1:
+        begin, part = task // parts, task % parts
+        end, h, stop = begin + 1, heads * part // parts, heads * (part + 1) // parts
+    for n in range(begin, end):
+        _attend_tile(first + n, h, stop, op, scale, block, scratch)
+    return tasks
+
+
+@inner()
+def _attend_tile(place: Any, h: Any, stop: Any, op: Any, scale: Any, block: Any, scratch: Any) -> None:
+    """Heads h .. stop - 1 of the tile that is listed at a place."""
+    b = integers(block, at.BLOCK)
+    heads, group, dim = op[8], op[9], op[10]
     tiles, runs, positions = _tiles_and_runs(b)
-    sources, which, units, unit_size, fixed = _memory(op, b)
+    sources, which, units, unit_size, fixed = _memory(op, block)
     number_of = integers(b[at.LISTED], b[at.NUM_LISTED])[place]
     run, tile, units = runs[integers(b[at.OWNER], b[at.NUM_LISTED])[place]], tiles[number_of], units[number_of]
-    source = sources[which[number_of]]
-    codec, keys_at, values_at = source[0], source[1:4], source[4:7]
-    wide, width = _rounded(dim, 64), _rounded(dim, 16)
-    begin, few = run[BEGIN], run[END] - run[BEGIN]
-    where = positions[begin : run[END]]
-    rows, count = few * group, _seen(tile, where)
-    scratch, query = _cut(scratch, rows, dim)
-    scratch, scores = _cut(scratch, rows, TILE)
-    scratch, keys = _cut(scratch, width, TILE)
-    scratch, values = _cut(scratch, TILE, wide)
-    scratch, decoded = _cut(scratch, 16, width)
-    scratch, chains = _cut(scratch, 1, dim)
-    plain = codec == FLOAT32
-    for h in range(heads * part // parts, heads * (part + 1) // parts):
-        if plain:
-            _ask_for(values_at[0], units, unit_size, h, heads, dim, count)
-        if tile[QUERY] == 0:
-            _queries(q, q_stride, begin, few, h, group, scale, query)
-        else:
-            _queries(q_sinks, sinks_stride, begin, few, h, group, scale, query)
-        _load_keys(codec, keys_at, units, unit_size, fixed, h, heads, dim, count, decoded, keys)
-        line = (number_of * heads + h) * b[at.LINES]
-        m, l = vector(b[at.PART_M] + line * 4, rows), vector(b[at.PART_L] + line * 4, rows)  # noqa: E741
-        _score(query, group, where, run, tile, count, keys, scores, m, l)
-        sums, done = matrix(b[at.PART_O] + line * wide * 4, rows, wide), False
-        if plain and h + 1 < heads:
-            _ask_for(keys_at[0], units, unit_size, h + 1, heads, dim, count)
-        if plain and dim == wide:
-            _values_in_place(scores, values_at[0], units, unit_size, h, heads, dim, count, chains[0], sums)
-            done = _finite(sums)
-        if not done:
-            _load_values(codec, values_at, units, unit_size, fixed, h, heads, dim, count, values)
-            _sum_values(scores, count, values, sums)
+    source, wide = sources[which[number_of]], _rounded(dim, 64)
+    where = positions[run[BEGIN] : run[END]]
+    rows, count = len(where) * group, _seen(tile, where)
+    scratch, queries = _cut(scratch, (stop - h) * rows, dim)
+    q, stride = (op[2], op[3]) if tile[QUERY] == 0 else (op[4], op[5])
+    for i in range(stop - h):
+        _queries(q, stride, run[BEGIN], len(where), h + i, group, scale, queries[i * rows : (i + 1) * rows])
+    line, lines = number_of * heads + h, b[at.LINES]
+    m, l, o = b[at.PART_M] + line * lines * 4, b[at.PART_L] + line * lines * 4, b[at.PART_O] + line * lines * wide * 4  # noqa: E741
+    if source[0] == FLOAT32 and dim == wide and unit_size >= 16:
+        _tile_in_place(
+            queries, source, units, unit_size, h, stop, heads, group, where, run, tile, count, lines, m, l, o, scratch
+        )
+        return
+    for i in range(stop - h):
+        _head(
+            queries[i * rows : (i + 1) * rows], source, units, unit_size, fixed, h + i, heads, group, where, run, tile, count,
+            vector(m + i * lines * 4, rows), vector(l + i * lines * 4, rows), matrix(o + i * lines * wide * 4, rows, wide),
+            scratch,
+        )  # fmt: skip
 
 
 @inner()
-def combine_run(task: Any, op: Any, b: Any, sets: Any) -> None:
-    """One head of one run whose tiles attend_tile has done -> out [R, Hq, D]. An operation's numbers: set, H, G, D, out."""
+def _head(
+    query: Any, source: Any, units: Any, unit_size: Any, fixed: Any, h: Any, heads: Any, group: Any, where: Any, run: Any,
+    tile: Any, count: Any, m: Any, l: Any, o: Any, scratch: Any,  # noqa: E741
+) -> None:  # fmt: skip
+    """One tile's m, l [R G], o [R G, D'] for query [R G, D], in any format."""
+    dim, wide = query.shape[1], o.shape[1]
+    scratch, scores = _cut(scratch, len(query), TILE)
+    scratch, keys = _cut(scratch, _rounded(dim, 16), TILE)
+    scratch, values = _cut(scratch, TILE, wide)
+    scratch, decoded = _cut(scratch, 16, _rounded(dim, 16))
+    _load_keys(source[0], source[1:4], units, unit_size, fixed, h, heads, dim, count, decoded, keys)
+    _score(query, group, where, run, tile, count, keys, scores, m, l)
+    _load_values(source[0], source[4:7], units, unit_size, fixed, h, heads, dim, count, values)
+    _sum_values(scores, count, values, o)
+
+
+@inner()
+def _tile_in_place(
+    queries: Any, source: Any, units: Any, unit_size: Any, h: Any, stop: Any, heads: Any, group: Any, where: Any, run: Any,
+    tile: Any, count: Any, lines: Any, m: Any, l: Any, o: Any, scratch: Any,  # noqa: E741
+) -> None:  # fmt: skip
+    """Heads h .. stop - 1 of a tile in float32, read where it lies, 16 tokens of all heads after the other: in the order of
+    the addresses, so that the processor fetches ahead. D is a multiple of 64."""
+    dim, many, rows = queries.shape[1], stop - h, len(where) * group
+    scratch, scores = _cut(scratch, many * rows, TILE)
+    scratch, chains = _cut(scratch, many * rows, dim)
+    step = heads * dim
+    scores[:] = F(0)
+    for t in range(0, count, 16):
+        keys = _slot(source[1], units, unit_size, t, heads, dim, h)
+        for i in range(many):
+            to = scores.ctypes.data + (i * rows * TILE + t) * 4
+            _some_scores(queries.ctypes.data + i * rows * dim * 4, rows, dim, keys + i * dim * 4, step, to)
+    for i in range(many):
+        here_m, here_l = vector(m + i * lines * 4, rows), vector(l + i * lines * 4, rows)
+        _weigh_rows(scores[i * rows : (i + 1) * rows], group, where, run, tile, count, here_m, here_l)
+        matrix(o + i * lines * dim * 4, rows, dim)[:] = F(0)
+    for k in range(0, count, SEGMENT):
+        chains[:] = F(0)
+        for t in range(k, min(k + SEGMENT, count), 16):
+            values = _slot(source[4], units, unit_size, t, heads, dim, h)
+            for i in range(many):
+                weights = scores.ctypes.data + (i * rows * TILE + t) * 4
+                to = chains.ctypes.data + i * rows * dim * 4
+                _some_values(weights, rows, dim, values + i * dim * 4, step, min(16, count - t), to)
+        for i in range(many):
+            sums = matrix(o + i * lines * dim * 4, rows, dim)
+            for r in range(rows):
+                for d in range(dim):
+                    sums[r, d] += chains[i * rows + r, d]
+    for i in range(many):
+        sums = matrix(o + i * lines * dim * 4, rows, dim)
+        for r in range(rows):
+            if not _finite(sums[r]):
+                scratch, decoded = _cut(scratch, TILE, dim)
+                for t in range(count):
+                    decoded[t] = vector(_slot(source[4], units, unit_size, t, heads, dim, h + i), dim)
+                _silence(scores[i * rows + r], decoded, count, sums[r])
+
+
+@inner()
+def _slot(base: Any, units: Any, unit_size: Any, t: Any, heads: Any, dim: Any, h: Any) -> Any:
+    """Where head h of a tile's token t lies, float32."""
+    return base + ((units[t // unit_size] * unit_size + t % unit_size) * heads + h) * dim * 4
+
+
+@CFunction
+def combine_runs(line: Any, block: Any, scratch: Any, task: Any) -> Any:
+    """One head of one run whose tiles attend_tiles has done -> out [R, Hq, D]. An operation's numbers: set, H, G, D, out."""
+    op, b = integers(line, at.COLUMNS), integers(block, at.BLOCK)
     heads, group, dim, out, lines = op[3], op[4], op[5], op[6], b[at.LINES]
+    sets = table(b[at.SETS], b[at.NUM_SETS], at.SET_COLUMNS)
+    if task < 0:
+        return (sets[op[2], at.MANY_RUNS] - sets[op[2], at.FEW_RUNS]) * heads
     _, runs, _ = _tiles_and_runs(b)
     run, h, wide = runs[sets[op[2], at.FEW_RUNS] + task // heads], task % heads, _rounded(dim, 64)
-    for line in range((run[END] - run[BEGIN]) * group):
-        place = (run[FIRST] * heads + h) * lines + line
-        top, total, value = number(b[at.PART_M], place), number(b[at.PART_L], place), vector(b[at.PART_O] + place * wide * 4, wide)
+    for r in range((run[END] - run[BEGIN]) * group):
+        place = (run[FIRST] * heads + h) * lines + r
+        value = vector(b[at.PART_O] + place * wide * 4, wide)
+        top, total = number(b[at.PART_M], place), number(b[at.PART_L], place)
         for _ in range(run[FIRST] + 1, run[LAST]):
             place += heads * lines
             more = vector(b[at.PART_O] + place * wide * 4, wide)
             top, total = _combine(top, total, value, number(b[at.PART_M], place), number(b[at.PART_L], place), more)
-        row = (run[BEGIN] + line // group) * heads * group + h * group + line % group
+        row = (run[BEGIN] + r // group) * heads * group + h * group + r % group
         _finish(total, value, vector(out + row * dim * 4, dim))
+    return 0
 
 
-@inner()
-def attend_rows(task: Any, op: Any, scale: Any, b: Any, sets: Any, scratch: Any) -> None:
-    """One head of one run of many rows, tile after tile -> out [R, Hq, D]. Numbers as attend_tile's, then out."""
+@CFunction
+def attend_rows(line: Any, block: Any, scratch: Any, task: Any) -> Any:
+    """One head of one run of many rows, tile after tile -> out [R, Hq, D]. Numbers as attend_tiles's, then out."""
+    op, b = integers(line, at.COLUMNS), integers(block, at.BLOCK)
+    sets, scale = table(b[at.SETS], b[at.NUM_SETS], at.SET_COLUMNS), float_of(line, at.REAL)
+    if task < 0:
+        return (sets[op[7], at.SET_END] - sets[op[7], at.MANY_RUNS]) * op[8]
     q, q_stride, q_sinks, sinks_stride, heads, group, dim = op[2], op[3], op[4], op[5], op[8], op[9], op[10]
     tiles, runs, positions = _tiles_and_runs(b)
-    sources, which, units, unit_size, fixed = _memory(op, b)
+    sources, which, units, unit_size, fixed = _memory(op, block)
     run, h = runs[sets[op[7], at.MANY_RUNS] + task // heads], task % heads
     begin, many = run[BEGIN], run[END] - run[BEGIN]
     where = positions[begin : run[END]]
@@ -376,8 +489,8 @@ def attend_rows(task: Any, op: Any, scale: Any, b: Any, sets: Any, scratch: Any)
     scratch, decoded = _cut(scratch, 16, width)
     scratch, m = _cut(scratch, 2, rows)
     scratch, l = _cut(scratch, 2, rows)  # noqa: E741
-    scratch, o = _cut(scratch, rows, wide)
-    scratch, more = _cut(scratch, rows, wide)
+    scratch, both = _cut(scratch, 2 * rows, wide)
+    o, more = both[:rows], both[rows:]
     for n in range(run[FIRST], run[LAST]):
         if n == run[FIRST] or tiles[n, QUERY] != tiles[n - 1, QUERY]:
             if tiles[n, QUERY] == 0:
@@ -387,14 +500,13 @@ def attend_rows(task: Any, op: Any, scale: Any, b: Any, sets: Any, scratch: Any)
         source, count = sources[which[n]], _seen(tiles[n], where)
         _load_keys(source[0], source[1:4], units[n], unit_size, fixed, h, heads, dim, count, decoded, keys)
         _load_values(source[0], source[4:7], units[n], unit_size, fixed, h, heads, dim, count, values)
-        if n == run[FIRST]:
-            _score(query, group, where, run, tiles[n], count, keys, scores, m[0], l[0])
-            _sum_values(scores, count, values, o)
-        else:
-            _score(query, group, where, run, tiles[n], count, keys, scores, m[1], l[1])
-            _sum_values(scores, count, values, more)
+        new = 0 if n == run[FIRST] else 1
+        _score(query, group, where, run, tiles[n], count, keys, scores, m[new], l[new])
+        _sum_values(scores, count, values, more if new else o)
+        if new:
             for r in range(rows):
                 m[0, r], l[0, r] = _combine(m[0, r], l[0, r], o[r], m[1, r], l[1, r], more[r])
     for r in range(rows):
         row = (begin + r // group) * heads * group + h * group + r % group
         _finish(l[0, r], o[r], vector(op[11] + row * dim * 4, dim))
+    return 0

@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,18 @@ def inner() -> Callable[[Callable], Any]:
     return jit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
-def c_function(signature: Any) -> Callable[[Callable], Any]:
-    """Decorator: compiled now, or read from the disk, and called through its `address`: so its code exists once, where what
-    one compiled function calls by name is compiled into it again."""
-    return _kept(numba.cfunc, signature, nopython=True, error_model="numpy")
+class CFunction:
+    """A compiled function of four integers that gives one, called by its address: its code exists once, where what compiled
+    code calls by name is compiled into it again. Compiled, or read from the disk, when its address is first asked for."""
+
+    def __init__(self, function: Callable):
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    @cached_property
+    def address(self) -> int:
+        word = numba.types.intp
+        return int(_kept(numba.cfunc, word(word, word, word, word), nopython=True, error_model="numpy")(self._function).address)
 
 
 def _kept(compiler: Any, *arguments: Any, **options: Any) -> Callable[[Callable], Any]:

@@ -10,10 +10,34 @@ from typing import Any
 
 import numpy as np
 
-from nanokv.kernels.compiling import inner
-from nanokv.kernels.layout import BFLOAT16, FLOAT16, FLOAT32, FP8_FIXED, INT8
-from nanokv.kernels.rows import rows_each
-from nanokv.kernels.simd import bits_of_float, float_of_bits, integers, put, put_byte, put_word, vector
+from nanokv.kernels.compiling import CFunction, inner
+from nanokv.kernels.layout import (
+    BFLOAT16,
+    BLOCK,
+    COLUMNS,
+    FIXED,
+    FLOAT16,
+    FLOAT32,
+    FP8_FIXED,
+    HOMES,
+    INT8,
+    NUM_ROWS,
+    NUM_SOURCES,
+    ROWS,
+    SOURCES,
+)
+from nanokv.kernels.rows import row_tasks, rows_each
+from nanokv.kernels.simd import (
+    bits_of_float,
+    float_of,
+    float_of_bits,
+    integers,
+    put,
+    put_byte,
+    put_word,
+    table,
+    vector,
+)
 
 _F, _I = np.float32, np.int32
 
@@ -109,3 +133,14 @@ def append(
         planes = source[4:7] if values else source[1:4]
         for h in range(heads):
             encode_row(source[0], fixed, planes, places[r], h, heads, vector(x + (r * stride + h * dim) * 4, dim))
+
+
+@CFunction
+def append_kernel(line: Any, block: Any, scratch: Any, task: Any) -> Any:
+    """append(); x, stride, heads, dim, slots, layer, values."""
+    op, b = integers(line, COLUMNS), integers(block, BLOCK)
+    if task >= 0:
+        sources = table(b[SOURCES] + op[7] * b[NUM_SOURCES] * 7 * 8, b[NUM_SOURCES], 7)
+        homes, fixed = integers(b[HOMES], b[NUM_ROWS]), float_of(block, FIXED)
+        append(task, op[ROWS], op[2], op[3], op[4], op[5], op[6], sources, homes, op[8], fixed)
+    return row_tasks(op[ROWS], op[4] * op[5])

@@ -11,9 +11,9 @@ NUMBER, CODEC, KEYS, VALUES, QUERY, LOW, HIGH, TILE_COLUMNS = 0, 1, 2, 5, 8, 9, 
 NO_LIMIT = 1 << 62
 FLOAT32, FLOAT16, BFLOAT16, INT8, FP8, FP8_FIXED, INT4 = range(7)
 
-# Kernels of a program (program.py), and numbers of a line of it.
-LINEAR, RMS_NORM, LAYER_NORM, ROTATE, GELU_NEW, SWIGLU, APPEND, ATTEND_TILES, COMBINE, ATTEND_ROWS, ADD, EMBED = range(12)
-COLUMNS, LINEAR_OUT = 12, 9
+# Numbers of a program's line (program.py): its kernel's address and its rows, then the kernel's own; the bits of a float32.
+KERNEL, ROWS, FIRST_OWN, REAL, COLUMNS = 0, 1, 2, 12, 13
+LINEAR_OUT = 9
 # Columns of a set of runs, one for layers that see alike: its first run of few rows, of many, the end; its first tile that is
 # shared out, the end of those.
 FEW_RUNS, MANY_RUNS, SET_END, FEW_TILES, TILES_END, SET_COLUMNS = range(6)
@@ -21,7 +21,7 @@ FEW_RUNS, MANY_RUNS, SET_END, FEW_TILES, TILES_END, SET_COLUMNS = range(6)
 DONE, COUNTER_BYTES = 8, 128
 # A run's arguments: addresses, sizes, and the bits of fp8's scale.
 (
-    STEPS, PROGRAM, REALS, COUNTERS, SCRATCH, SCRATCH_BYTES, NUM_ROWS, POSITIONS, HOMES, NUM_SETS, SETS, NUM_RUNS, RUNS,
-    NUM_LISTED, LISTED, OWNER, NUM_TILES, TILES, WHICH, UNITS, UNIT_SIZE, NUM_SOURCES, SOURCES, FIXED, LINES, PART_M, PART_L, PART_O,
-    THREADS, BLOCK,
-) = range(30)  # fmt: skip
+    STEPS, PROGRAM, COUNTERS, SCRATCH_BYTES, NUM_ROWS, POSITIONS, HOMES, NUM_SETS, SETS, NUM_RUNS, RUNS,
+    NUM_LISTED, LISTED, OWNER, NUM_TILES, TILES, WHICH, UNITS, UNIT_SIZE, NUM_SOURCES, SOURCES, FIXED, LINES, PART_M, PART_L,
+    PART_O, THREADS, BLOCK,
+) = range(28)  # fmt: skip

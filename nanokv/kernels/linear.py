@@ -12,15 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from nanokv.kernels.compiling import inner
+from nanokv.kernels.compiling import CFunction, inner
 from nanokv.kernels.decoding import half
 from nanokv.kernels.functions import F
+from nanokv.kernels.layout import BLOCK, COLUMNS, ROWS, THREADS
 from nanokv.kernels.simd import (
     add,
     byte,
     float_of_bits,
     fma,
     fma1,
+    integers,
     load,
     load_bfloat16,
     load_float16,
@@ -40,9 +42,9 @@ from nanokv.kernels.simd import (
 PANEL = 64  # outputs of a panel
 SEGMENT = 64  # inputs of a segment: docs/numerics.md
 GROUP = 32  # inputs that share a scale
-ROWS = 96  # rows whose sums are kept at once, a multiple of those of a block
+MOST_ROWS = 96  # rows whose sums are kept at once, a multiple of those of a block
 LEAST_TASKS = 64  # enough for threads to share evenly
-RUNS = 2  # of panels for each thread, one row
+RUNS = 1  # of panels or tiles for each thread: a stream of memory is broken as seldom as can be
 FLOAT32, BF16, FP16, INT8, INT4, INT8_ROW = range(6)
 
 _six, _two, _one = product(6, 4), product(2, 4), product(1, 4)
@@ -273,12 +275,12 @@ def linear_tasks(rows: Any, outputs: Any, threads: Any) -> Any:
 
 @inner()
 def _shares(rows: Any, panels: Any) -> Any:
-    return min((rows + ROWS - 1) // ROWS, (LEAST_TASKS + panels - 1) // panels)
+    return min((rows + MOST_ROWS - 1) // MOST_ROWS, (LEAST_TASKS + panels - 1) // panels)
 
 
 def linear_words() -> int:
     """float32 numbers of scratch that a task needs."""
-    return ROWS * PANEL + SEGMENT * PANEL
+    return MOST_ROWS * PANEL + SEGMENT * PANEL
 
 
 @inner()
@@ -287,16 +289,17 @@ def linear(
     inputs: Any, outputs: Any, scratch: Any,
 ) -> None:  # fmt: skip
     """x [R, K], a matrix's planes, bias [N] or 0, out [R, N], to which the product is added where `adds`."""
-    panels = (outputs + PANEL - 1) // PANEL
-    if rows == 1:
-        for p in range(task * panels // tasks, (task + 1) * panels // tasks):
-            _block(0, 1, p, x, form, codes, scales, lows, bias, adds, out, inputs, outputs, scratch)
-        return
+    panels, blocks = (outputs + PANEL - 1) // PANEL, (rows + MOST_ROWS - 1) // MOST_ROWS
     shares = _shares(rows, panels)
-    p, blocks = task // shares, (rows + ROWS - 1) // ROWS
-    for block in range(task % shares * blocks // shares, (task % shares + 1) * blocks // shares):
-        some = min(ROWS, rows - block * ROWS)
-        _block(block * ROWS, some, p, x, form, codes, scales, lows, bias, adds, out, inputs, outputs, scratch)
+    p, end, share = task // shares, task // shares + 1, task % shares
+    if rows == 1:
+        p, end = task * panels // tasks, (task + 1) * panels // tasks
+    while p < end:
+        for block in range(share * blocks // shares, (share + 1) * blocks // shares):
+            row = block * MOST_ROWS
+            some = min(MOST_ROWS, rows - row)
+            _block(row, some, p, x, form, codes, scales, lows, bias, adds, out, inputs, outputs, scratch)
+        p += 1
 
 
 @inner()
@@ -305,7 +308,7 @@ def _block(
     inputs: Any, outputs: Any, scratch: Any,
 ) -> None:  # fmt: skip
     """The product of rows row .. row + rows - 1 with panel p."""
-    sums, decoded, done = scratch, scratch + ROWS * PANEL * 4, 0
+    sums, decoded, done = scratch, scratch + MOST_ROWS * PANEL * 4, 0
     if rows == 1:
         done = _one_row(x + row * inputs * 4, form, codes, scales, lows, inputs, p, sums)
     else:
@@ -318,3 +321,13 @@ def _block(
             _decode(form, codes, scales, lows, inputs, p, k, count, weights)
         _multiply(x + (row * inputs + k) * 4, inputs, rows, weights, count, sums)
     _deliver(sums, rows, bias, adds, out, outputs, row, p * PANEL)
+
+
+@CFunction
+def linear_kernel(line: Any, block: Any, scratch: Any, task: Any) -> Any:
+    """linear(); an operation's numbers are its arguments from x on."""
+    op, threads = integers(line, COLUMNS), integers(block, BLOCK)[THREADS]
+    tasks = linear_tasks(op[ROWS], op[11], threads)
+    if task >= 0:
+        linear(task, tasks, op[ROWS], op[2], op[3], op[4], op[5], op[6], op[7], op[8], op[9], op[10], op[11], scratch)
+    return tasks

@@ -14,11 +14,21 @@ import numpy as np
 
 from nanokv.backend import address_of
 from nanokv.kernels import layout
-from nanokv.kernels.attention import attention_words
-from nanokv.kernels.linear import linear_words
+from nanokv.kernels.attention import attend_rows, attend_tiles, attention_words, combine_runs
+from nanokv.kernels.compiling import CFunction
+from nanokv.kernels.encoding import append_kernel
+from nanokv.kernels.linear import linear_kernel, linear_words
 from nanokv.kernels.matrix import FORMATS, Matrix
 from nanokv.kernels.program import run
-from nanokv.kernels.rows import norm_words
+from nanokv.kernels.rows import (
+    embed_kernel,
+    gelu_new_kernel,
+    layer_norm_kernel,
+    norm_words,
+    rms_norm_kernel,
+    rotate_kernel,
+    swiglu_kernel,
+)
 
 F, I = np.float32, np.int64  # noqa: E741
 Place = np.ndarray | int  # an array or an address inside one
@@ -78,19 +88,18 @@ class Program:
     """A list of operations, to be written by its methods and then run as often as one likes."""
 
     lines: list[list[int]] = field(default_factory=list)
-    reals: list[float] = field(default_factory=list)
     words: int = 0  # scratch that the greediest operation needs, without attention
     kept: list[Any] = field(default_factory=list)
     shape: tuple[int, int, int] = (0, 0, 0)  # attention's H, G and D
 
-    def _write(self, kind: int, *numbers: Any, real: float = 0.0) -> int:
+    def _write(self, kernel: CFunction, *numbers: Any, real: float = 0.0) -> int:
         """`numbers` follow the rows; an array stands for its address. The operation's place in the list."""
         arrays = [each for each in numbers if isinstance(each, np.ndarray)]
         assert all(array.flags.c_contiguous and array.dtype in (F, I) for array in arrays)
         self.kept += arrays
         line = [address_of(each) if isinstance(each, np.ndarray) else int(each) for each in numbers]
-        self.lines.append([kind, 0, *line, *[0] * (layout.COLUMNS - 2 - len(line))])
-        self.reals.append(real)
+        bits = int(np.float32(real).view(np.int32))
+        self.lines.append([kernel.address, 0, *line, *[0] * (layout.REAL - layout.FIRST_OWN - len(line)), bits])
         return len(self.lines) - 1
 
     def linear(self, x: np.ndarray, matrix: Matrix, bias: np.ndarray | None, out: np.ndarray, adds: bool = False) -> int:
@@ -99,7 +108,7 @@ class Program:
         self.kept.append(matrix)
         self.words = max(self.words, linear_words())
         form = FORMATS.index(matrix.form)
-        return self._write(layout.LINEAR, x, form, *matrix.addresses, 0 if bias is None else bias, adds, out, inputs, outputs)
+        return self._write(linear_kernel, x, form, *matrix.addresses, 0 if bias is None else bias, adds, out, inputs, outputs)
 
     def rms_norm(
         self, x: Place, weight: np.ndarray, eps: float, out: np.ndarray, heads: int = 1, stride: int | None = None
@@ -107,33 +116,29 @@ class Program:
         """x [R, H, K] with rows `stride` elements apart -> out [R, H, K]."""
         width = len(weight)
         self.words = max(self.words, norm_words(width))
-        self._write(layout.RMS_NORM, x, heads * width if stride is None else stride, heads, weight, out, width, real=eps)
+        self._write(rms_norm_kernel, x, heads * width if stride is None else stride, heads, weight, out, width, real=eps)
 
     def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float, out: np.ndarray) -> None:
         """x, out [R, K]"""
         self.words = max(self.words, norm_words(len(weight)))
-        self._write(layout.LAYER_NORM, len(weight), x, weight, bias, out, real=eps)
+        self._write(layer_norm_kernel, len(weight), x, weight, bias, out, real=eps)
 
     def gelu_new(self, x: np.ndarray, out: np.ndarray, width: int) -> None:
         """x, out [R, I]"""
         self.words = max(self.words, 16)
-        self._write(layout.GELU_NEW, width, x, out)
+        self._write(gelu_new_kernel, width, x, out)
 
     def swiglu(self, gate_up: np.ndarray, out: np.ndarray, inner: int) -> None:
         """gate_up [R, 2 I] -> out [R, I]"""
         self.words = max(self.words, 16)
-        self._write(layout.SWIGLU, inner, gate_up, out)
+        self._write(swiglu_kernel, inner, gate_up, out)
 
     def rotate(
         self, x: Place, heads: int, dim: int, cos: np.ndarray, sin: np.ndarray, adjacent: bool, out: np.ndarray,
         stride: int | None = None,
     ) -> int:  # fmt: skip
         """x [R, H, D] with rows `stride` elements apart, cos, sin [R, D / 2] -> out [R, H, D]; its place in the list."""
-        return self._write(layout.ROTATE, x, heads * dim if stride is None else stride, heads, dim, cos, sin, adjacent, out)
-
-    def add(self, x: np.ndarray, y: np.ndarray, width: int) -> None:
-        """x += y, [R, E]"""
-        self._write(layout.ADD, width, x, y)
+        return self._write(rotate_kernel, x, heads * dim if stride is None else stride, heads, dim, cos, sin, adjacent, out)
 
     def embed(
         self, tokens: np.ndarray, matrix: Matrix, places: np.ndarray | None, positions: np.ndarray, out: np.ndarray
@@ -141,13 +146,13 @@ class Program:
         """tokens [R] int64, a matrix [V, E] -> out [R, E]; plus the rows of `places` [., E] at positions [R]."""
         self.kept.append(matrix)
         form, places = FORMATS.index(matrix.form), 0 if places is None else places  # type: ignore[assignment]
-        self._write(layout.EMBED, matrix.shape[1], tokens, form, *matrix.addresses, places, positions, out)
+        self._write(embed_kernel, matrix.shape[1], tokens, form, *matrix.addresses, places, positions, out)
 
     def append(
         self, x: Place, heads: int, dim: int, slots: np.ndarray, layer: int, values: bool, stride: int | None = None
     ) -> None:
         """x [R, H, D] with rows `stride` elements apart into the slots [R] of a layer, as keys or `values`."""
-        self._write(layout.APPEND, x, heads * dim if stride is None else stride, heads, dim, slots, layer, values)
+        self._write(append_kernel, x, heads * dim if stride is None else stride, heads, dim, slots, layer, values)
 
     def attend(
         self, q: Place, q_sinks: Place, shape: tuple[int, int, int], layer: int, which: int, scale: float,
@@ -158,9 +163,9 @@ class Program:
         heads, group, dim = self.shape = shape
         both = strides or (heads * group * dim,) * 2
         common = q, both[0], q_sinks, both[1], layer, which, *shape
-        self._write(layout.ATTEND_TILES, *common, real=scale)
-        self._write(layout.COMBINE, which, *shape, out)
-        self._write(layout.ATTEND_ROWS, *common, out, real=scale)
+        self._write(attend_tiles, *common, real=scale)
+        self._write(combine_runs, which, *shape, out)
+        self._write(attend_rows, *common, out, real=scale)
 
     def ready(self) -> "Ready":
         """The program, to be run."""
@@ -172,14 +177,11 @@ class Ready:
 
     def __init__(self, program: Program):
         self._program, self._shape, self._words = np.array(program.lines, I), program.shape, program.words
-        self._reals, self._kept = np.array(program.reals, F), program.kept
+        self._kept = program.kept
         self._counters = np.zeros((len(program.lines), layout.COUNTER_BYTES // 8), I)
         self._scratch = self._partial = np.empty(0, F)
         self._block = np.zeros(layout.BLOCK, I)
-        for column, array in (
-            (layout.PROGRAM, self._program), (layout.REALS, self._reals), (layout.COUNTERS, self._counters)
-        ):  # fmt: skip
-            self._block[column] = address_of(array)
+        self._block[[layout.PROGRAM, layout.COUNTERS]] = address_of(self._program), address_of(self._counters)
 
     def point(self, operation: int, column: int, array: np.ndarray) -> None:
         """Another array in place of the one that an operation was written with; the caller keeps hold of it."""
@@ -190,8 +192,8 @@ class Ready:
         tables = tables or Tables()
         block = self._block
         self._make_room(tables, threads)
-        self._program[:, 1] = rows
-        self._program[list(skip), 1] = 0
+        self._program[:, layout.ROWS] = rows
+        self._program[list(skip), layout.ROWS] = 0
         self._counters[:] = 0
         steps = len(self._program)
         block[[layout.STEPS, layout.NUM_ROWS, layout.NUM_SETS, layout.NUM_RUNS, layout.NUM_LISTED, layout.NUM_TILES]] = (
@@ -204,14 +206,14 @@ class Ready:
         )
         block[layout.FIXED] = int(np.float32(tables.fixed).view(np.int32))
         for column, array in (
-            (layout.SCRATCH, self._scratch), (layout.POSITIONS, tables.positions), (layout.HOMES, tables.homes),
+            (layout.POSITIONS, tables.positions), (layout.HOMES, tables.homes),
             (layout.SETS, tables.sets), (layout.RUNS, tables.runs), (layout.LISTED, tables.listed),
             (layout.OWNER, tables.owner), (layout.TILES, tables.tiles), (layout.WHICH, tables.which),
             (layout.UNITS, tables.units), (layout.SOURCES, tables.sources),
         ):  # fmt: skip
             assert array.flags.c_contiguous
             block[column] = address_of(array)
-        run(threads, address_of(block))
+        run(threads, address_of(block), address_of(self._scratch))
 
     def _make_room(self, tables: Tables, threads: int) -> None:
         """Scratch memory for this run; fresh where what there is does not suffice."""
@@ -219,7 +221,7 @@ class Ready:
         words = self._words
         if heads:
             longest = int((tables.runs[:, layout.END] - tables.runs[:, layout.BEGIN]).max(initial=0))
-            words = max(words, attention_words(longest * group, dim))
+            words = max(words, attention_words(tables.most * group, longest * group, heads, dim))
         each = -(-words // 16) * 16
         if self._scratch.size < each * threads:
             self._scratch = np.empty(each * threads, F)

@@ -7,10 +7,11 @@ Symbols: R rows, K inputs of a norm, I inner width, H heads, D head width, E mod
 import math
 from typing import Any
 
-from nanokv.kernels.compiling import inner
+from nanokv.kernels.compiling import CFunction, inner
 from nanokv.kernels.functions import F, combine_lanes, gelu, times_sigmoid
+from nanokv.kernels.layout import COLUMNS, REAL, ROWS
 from nanokv.kernels.linear import decode_one
-from nanokv.kernels.simd import add, first, fma, fma1, integers, load, mul, splat, store, vector
+from nanokv.kernels.simd import add, first, float_of, fma, fma1, integers, load, mul, splat, store, vector
 
 CHUNK = 1 << 12  # elements of a task
 
@@ -150,16 +151,6 @@ def rotate(
 
 
 @inner()
-def add_rows(task: Any, rows: Any, x: Any, y: Any, width: Any) -> None:
-    """x += y, [R, E]."""
-    each = rows_each(width) * width
-    begin, count = task * each, min(rows * width, (task + 1) * each) - task * each
-    to, more = vector(x + begin * 4, count), vector(y + begin * 4, count)
-    for i in range(count):
-        to[i] += more[i]
-
-
-@inner()
 def embed(
     task: Any, rows: Any, tokens: Any, form: Any, codes: Any, scales: Any, lows: Any, places: Any, positions: Any, out: Any,
     width: Any,
@@ -173,3 +164,57 @@ def embed(
             to, more = vector(out + r * width * 4, width), vector(places + where[r] * width * 4, width)
             for i in range(width):
                 to[i] += more[i]
+
+
+@CFunction
+def rms_norm_kernel(line: Any, block: Any, scratch: Any, task: Any) -> Any:
+    """rms_norm(); an operation's numbers: x, stride, heads, weight, out, width; eps."""
+    op, eps = integers(line, COLUMNS), float_of(line, REAL)
+    if task >= 0:
+        rms_norm(task, op[ROWS], op[2], op[3], op[4], op[5], eps, op[6], op[7], scratch)
+    return row_tasks(op[ROWS] * op[4], op[7])
+
+
+@CFunction
+def layer_norm_kernel(line: Any, block: Any, scratch: Any, task: Any) -> Any:
+    """layer_norm(); width, x, weight, bias, out; eps."""
+    op, eps = integers(line, COLUMNS), float_of(line, REAL)
+    if task >= 0:
+        layer_norm(task, op[ROWS], op[3], op[4], op[5], eps, op[6], op[2], scratch)
+    return row_tasks(op[ROWS], op[2])
+
+
+@CFunction
+def gelu_new_kernel(line: Any, block: Any, scratch: Any, task: Any) -> Any:
+    """gelu_new(); width, x, out."""
+    op = integers(line, COLUMNS)
+    if task >= 0:
+        gelu_new(task, op[ROWS], op[3], op[4], op[2], scratch)
+    return row_tasks(op[ROWS], op[2])
+
+
+@CFunction
+def swiglu_kernel(line: Any, block: Any, scratch: Any, task: Any) -> Any:
+    """swiglu(); inner, gate_up, out."""
+    op = integers(line, COLUMNS)
+    if task >= 0:
+        swiglu(task, op[ROWS], op[3], op[4], op[2], scratch)
+    return row_tasks(op[ROWS], op[2])
+
+
+@CFunction
+def rotate_kernel(line: Any, block: Any, scratch: Any, task: Any) -> Any:
+    """rotate(); x, stride, heads, dim, cos, sin, adjacent, out."""
+    op = integers(line, COLUMNS)
+    if task >= 0:
+        rotate(task, op[ROWS], op[2], op[3], op[4], op[5], op[6], op[7], op[8], op[9])
+    return row_tasks(op[ROWS], op[4] * op[5])
+
+
+@CFunction
+def embed_kernel(line: Any, block: Any, scratch: Any, task: Any) -> Any:
+    """embed(); width, tokens, the matrix's format and planes, places, positions, out."""
+    op = integers(line, COLUMNS)
+    if task >= 0:
+        embed(task, op[ROWS], op[3], op[4], op[5], op[6], op[7], op[8], op[9], op[10], op[2])
+    return row_tasks(op[ROWS], op[2])

@@ -196,6 +196,27 @@ def _fold(b: Any, x: Any) -> Any:
 fold = _unary(_fold)
 
 
+def _largest(b: Any, x: Any) -> Any:
+    """The largest lane in every lane; there must be no NaN."""
+    for apart in (8, 4, 2, 1):
+        other = b.shuffle_vector(x, _UNDEFINED, ir.Constant(_VI, [lane ^ apart for lane in range(LANES)]))
+        x = b.select(b.fcmp_ordered("<", x, other), other, x)
+    return x
+
+
+largest = _unary(_largest)
+
+
+def _turned(b: Any, rows: list) -> list:
+    """Sixteen rows of sixteen -> their columns: four perfect shuffles of the 256 elements exchange rows and columns."""
+    low = ir.Constant(_VI, [lane // 2 + LANES * (lane % 2) for lane in range(LANES)])
+    high = ir.Constant(_VI, [8 + lane // 2 + LANES * (lane % 2) for lane in range(LANES)])
+    for _ in range(4):
+        pairs = list(zip(rows[:8], rows[8:], strict=True))
+        rows = [b.shuffle_vector(x, y, order) for x, y in pairs for order in (low, high)]
+    return rows
+
+
 @intrinsic
 def transpose(_typing: Any, source: Any, source_row: Any, target: Any, target_row: Any) -> Any:
     """target[j, i] = source[i, j] for 16 x 16 float32 in memory, rows `source_row` and `target_row` elements apart."""
@@ -203,12 +224,7 @@ def transpose(_typing: Any, source: Any, source_row: Any, target: Any, target_ro
     def emit(context: Any, b: Any, _signature: Any, args: Any) -> Any:
         source, source_row, target, target_row = args
         rows = [_read(b, source, b.mul(source_row, ir.Constant(_I64, i)), _F32) for i in range(LANES)]
-        low = ir.Constant(_VI, [lane // 2 + LANES * (lane % 2) for lane in range(LANES)])
-        high = ir.Constant(_VI, [8 + lane // 2 + LANES * (lane % 2) for lane in range(LANES)])
-        for _ in range(4):  # four perfect shuffles of the 256 elements exchange rows and columns
-            pairs = list(zip(rows[:8], rows[8:], strict=True))
-            rows = [b.shuffle_vector(x, y, order) for x, y in pairs for order in (low, high)]
-        for i, row in enumerate(rows):
+        for i, row in enumerate(_turned(b, rows)):
             b.store(row, _pointer(b, target, b.mul(target_row, ir.Constant(_I64, i)), _F32, _VF)).align = 4
         return context.get_dummy_value()
 
@@ -251,15 +267,13 @@ put_word = _putting(_I16, types.int32, lambda b, value: b.trunc(value, _I16))
 put_byte = _putting(_I8, types.int32, lambda b, value: b.trunc(value, _I8))
 
 
+# The float32 whose bits are the low half of an int64 at an offset of an address.
+float_of = _number(_I64, types.float32, lambda b, value: b.bitcast(b.trunc(value, _I32), _F32))
+
+
 @intrinsic
 def bits_of_float(_typing: Any, value: Any) -> Any:
     return types.int32(types.float32), lambda _c, b, _s, args: b.bitcast(args[0], _I32)
-
-
-@intrinsic
-def float32_of_bits(_typing: Any, bits: Any) -> Any:
-    """The float32 in the low half of an int64."""
-    return types.float32(types.int64), lambda _c, b, _s, args: b.bitcast(b.trunc(args[0], _I32), _F32)
 
 
 @intrinsic
@@ -416,3 +430,45 @@ def prefetch(_typing: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.intp), emit
+
+
+def dots(rows: int) -> Any:
+    """A compiled function (x, x_row, keys, key_row, count, out, out_row): one segment of the product rule with the weights
+    turned in registers,
+
+        out[r, t] += chain over d < count of fma(x[r, d], keys[t, d], chain)     for r < rows, t < 16
+
+    with float32 arrays at these addresses, whose rows are x_row, key_row and out_row elements apart; count is a multiple of 16.
+    """
+
+    @intrinsic
+    def segment(_typing: Any, x: Any, x_row: Any, k: Any, k_row: Any, count: Any, out: Any, out_row: Any) -> Any:
+        def emit(context: Any, b: Any, _signature: Any, args: Any) -> Any:
+            x, x_row, keys, key_row, count, out, out_row = args
+            entry, body, after = b.block, b.append_basic_block("body"), b.append_basic_block("after")
+            b.branch(body)
+            b.position_at_end(body)
+            d, chains = b.phi(_I64), [b.phi(_VF) for _ in range(rows)]
+            lines = [_read(b, keys, b.add(b.mul(key_row, ir.Constant(_I64, i)), d), _F32) for i in range(LANES)]
+            new = list(chains)
+            for j, column in enumerate(_turned(b, lines)):
+                at = b.add(d, ir.Constant(_I64, j))
+                for r in range(rows):
+                    one = b.load(_pointer(b, x, b.add(b.mul(x_row, ir.Constant(_I64, r)), at), _F32, _F32))
+                    new[r] = _call(b, "llvm.fma.v16f32", _VF, _splat(b, one), column, new[r])
+            following = b.add(d, ir.Constant(_I64, LANES))
+            begins = [ir.Constant(_I64, 0), *[_constant(0.0)] * rows]
+            for phi, start, value in zip([d, *chains], begins, [following, *new], strict=True):
+                phi.add_incoming(start, entry)
+                phi.add_incoming(value, b.block)
+            b.cbranch(b.icmp_signed("<", following, count), body, after)
+            b.position_at_end(after)
+            for r, chain in enumerate(new):
+                place = b.mul(out_row, ir.Constant(_I64, r))
+                total = b.fadd(_read(b, out, place, _F32), chain)
+                b.store(total, _pointer(b, out, place, _F32, _VF)).align = 4
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 7), emit
+
+    return segment
