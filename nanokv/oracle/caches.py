@@ -72,11 +72,12 @@ class CacheReport:
         return "\n".join(lines)
 
 
-def logit_bound(layers: int, width: int, largest: float, dtype: str = "float32") -> float:
-    """How far logits may be apart by rounding alone: 2 (2 L + 1) gamma_K times the size of what the head multiplies
+def logit_bound(layers: int, width: int, largest: float, dtype: str = "float32", sums: int = 2) -> float:
+    """How far logits may be apart by rounding alone: 2 (n L + 1) gamma_K times the size of what the head multiplies
     (docs/numerics.md), with `largest` for that size: the largest |logit|, or, to be safe, the product of the norms of a row of
-    the head and of the last hidden state. `width` K is the longest sum."""
-    return float(2 * (2 * layers + 1) * gamma(width, format_of(dtype).roundoff) * largest)
+    the head and of the last hidden state. `width` K is the longest sum, `sums` n how many count in a layer: 2, or 3 where a
+    gated MLP multiplies two."""
+    return float(2 * (sums * layers + 1) * gamma(width, format_of(dtype).roundoff) * largest)
 
 
 @dataclass(frozen=True)
