@@ -106,7 +106,7 @@ class Subject:
 
 def check_cache(
     step: Step,
-    prompts: Iterable[Sequence[int]],
+    prompts: Iterable[Sequence[int] | np.ndarray],
     new_state: Callable[[], State],
     *,
     copy: Callable[[State], State] | None = copying.deepcopy,

@@ -1,6 +1,5 @@
 """One case: what a kernel is given, and what it should give back."""
 
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -96,7 +95,3 @@ class Case:
                 return i, row
             row -= count
         raise IndexError(row)
-
-    def with_(self, **changes: Any) -> "Case":
-        """The case of a changed spec."""
-        return Case(replace(self.spec, **changes), self.arithmetic)

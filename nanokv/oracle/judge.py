@@ -22,7 +22,7 @@ class Verdict:
     excess: float = 0.0
     wrong: np.ndarray | None = None
     out: np.ndarray | None = None
-    kind: str = "passed"  # passed, numbers, nan, shape, dtype, raised, inputs, missing
+    kind: str = "passed"  # passed, numbers, nan, shape, dtype, raised, inputs, repeats, missing
 
     @property
     def passed(self) -> bool:
