@@ -16,6 +16,7 @@ from nanokv.attention import naive_sum
 from nanokv.oracle.formats import SCALED, Format, embeds, format_of
 
 TANH_ULPS = 4  # of the tanh in a soft cap, and of sine, cosine and the power behind rotary angles
+ARITHMETICS = ("fused", "eager")
 FIXED_ROUNDINGS = 4  # of one output: the division (a reciprocal and a product), the last rescaling, log
 
 

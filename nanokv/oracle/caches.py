@@ -178,7 +178,8 @@ def _truncated(subject: Subject, ids: np.ndarray) -> np.ndarray:
     half, state = max(1, len(ids) // 2), subject.new_state()
     first = subject.feed(ids[:half], [half], state)
     subject.feed(_other(ids)[: len(ids) - half], [len(ids) - half], state)
-    state = subject.truncate(state, half) or state
+    kept = subject.truncate(state, half)
+    state = state if kept is None else kept
     return np.concatenate([first, subject.feed(ids[half:], [1] * (len(ids) - half), state)])
 
 

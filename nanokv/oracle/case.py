@@ -29,8 +29,14 @@ class Call:
         self.spec, self.arrays = spec, arrays
         self.scale = spec.score_scale
 
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name} {list(array.shape)} {array.dtype}" for name, array in self.arrays.items())
+        return f"Call({self.spec.title()}; {shown})"
+
     def __getattr__(self, name: str) -> Any:
-        if name in self.__dict__.get("arrays", {}):
+        if name.startswith("__") or name in ("spec", "arrays"):  # asked for before there is anything: copy and pickle do
+            raise AttributeError(name)
+        if name in self.arrays:
             return self.arrays[name]
         if name in SETTINGS:
             return getattr(self.spec, name)

@@ -11,6 +11,7 @@ from hypothesis import given
 from nanokv import oracle
 from nanokv.errors import UsageError
 from nanokv.oracle.case import Case
+from nanokv.oracle.faults import faulty_kernel
 from nanokv.oracle.spec import Spec
 from tests.oracle.kernels import kernel
 from tests.support import ROOT, examples
@@ -68,6 +69,17 @@ class Unsteady:
         return out
 
 
+class OneBuffer:
+    """Unsteady, and both runs give the same memory."""
+
+    def __init__(self):
+        self.out, self.inner = np.zeros((2, 4, 8), np.float32), Unsteady()
+
+    def __call__(self, call):
+        self.out[...] = self.inner(call)
+        return self.out
+
+
 class Once:
     runs = 0
 
@@ -88,6 +100,10 @@ MISBEHAVED = [
     (writes_to_its_inputs, "inputs", "it modified its inputs: k"),
     (no_array, "raised", "it raised TypeError: it returned str, not an array"),
     (Unsteady(), "repeats", "it is not deterministic"),
+    (OneBuffer(), "repeats", "it is not deterministic"),
+    (lambda call: right(call).astype(complex), "dtype", "the output's dtype is complex128, which holds no real numbers"),
+    (lambda call: right(call).astype(object), "dtype", "the output's dtype is object, which holds no real numbers"),
+    (lambda call: None, "raised", "it raised TypeError: it returned NoneType, not an array"),
     (Once(), "raised", "it raised RuntimeError the second time: out of streams"),
 ]
 
@@ -105,6 +121,12 @@ def test_a_right_kernel_passes_and_says_how_near():
     assert report.passed
     assert str(report).startswith("passed: 2 cases, the largest error is 0.")
     assert report.fault is None
+
+
+def test_eager_is_what_it_is_for_every_case():
+    specs = [Spec(((1, 40),)), Spec(((1, 40),), dtype="bfloat16")]
+    report = oracle.check(faulty_kernel("half_precision_scores"), cases=specs[::-1], arithmetic="eager", smallest=False)
+    assert [verdict.passed for verdict in report.verdicts] == [True, False]  # bfloat16 may, float32 may not
 
 
 def test_another_output_format_can_be_allowed():
@@ -126,6 +148,8 @@ def test_the_log_sum_exp_is_judged_where_it_is_given(factor, hint):
 def test_a_log_sum_exp_of_the_wrong_shape_is_said():
     report = oracle.check(lambda call: (right(call), np.zeros(3, np.float32)), cases=CASES, smallest=False)
     assert "the log-sum-exp's shape is [3], not [2, 4]" in str(report)
+    report = oracle.check(lambda call: (right(call), np.zeros((2, 4), "M8[s]")), cases=CASES[:1], smallest=False)
+    assert "the log-sum-exp's dtype is datetime64[s], which holds no real numbers" in str(report)
 
 
 def test_unused_memory_that_is_read_shows_as_nan_and_is_still_named():
