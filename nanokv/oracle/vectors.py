@@ -82,9 +82,9 @@ def _write_case(directory: Path, name: str, case: Case) -> dict[str, Any]:
 
 
 def _save(path: Path, tensors: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None) -> None:
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save  # save_file() makes files that nobody else may read
 
-    save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, path, metadata)
+    path.write_bytes(save({name: np.ascontiguousarray(array) for name, array in tensors.items()}, metadata))
 
 
 def _load(path: Path) -> dict[str, np.ndarray]:

@@ -67,12 +67,23 @@ def test_a_bound_follows_what_a_kernel_computes_in():
     assert eager.sum() > 2 * fused.sum()
 
 
-def test_a_query_that_sees_one_key_may_only_round_the_value():
-    # one key: the weight is 1 whatever the score, so all that a right kernel can lose is roundings of v itself
+def test_the_bound_of_a_single_key_by_hand():
+    # its weight is 1 whatever the score; one numerator and two rescalings round the sums of v and of weights (gamma_3 each),
+    # then four roundings for the division and the last rescaling, and one for the output
     case = Case(Spec(((1, 1),), head_dim=8))
     v = np.abs(case.values[0].v[0])
     allowed = case.expected.bound[0] / np.repeat(v, case.spec.group, axis=0)
-    assert (allowed < 40 * 2.0**-24).all()
+    assert allowed == pytest.approx(np.full(allowed.shape, 11 * 2.0**-24), rel=1e-4)
+
+
+@pytest.mark.parametrize(("factor", "passed"), [(0.99, True), (1.01, False)])
+def test_a_bound_is_where_it_says(factor, passed):
+    case = Case(Spec(((2, 9),), dtype="float64", head_dim=8), default_arithmetic("float32"))
+    expected = case.expected
+    verdict = judge(case, expected.out + factor * expected.bound)
+    assert verdict.passed == passed
+    assert verdict.excess == pytest.approx(factor)
+    assert judge(case, expected.out, expected.lse + factor * expected.lse_bound).passed == passed
 
 
 @pytest.mark.parametrize("part", ["scores", "products", "values", "output"])

@@ -123,6 +123,37 @@ def test_a_right_kernel_passes_and_says_how_near():
     assert report.fault is None
 
 
+class Elsewhere:
+    """An array of another library: nothing but DLPack."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **how):
+        return self.array.__dlpack__(**how)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_a_kernel_may_take_and_give_whatever_speaks_dlpack():
+    def there(call):
+        assert all(isinstance(array, Elsewhere) for array in call.arrays.values())
+        here = oracle.Call(call.spec, {name: np.from_dlpack(array) for name, array in call.arrays.items()})
+        return Elsewhere(right(here))
+
+    assert oracle.check(there, cases=CASES, convert=Elsewhere).passed
+
+
+def test_inputs_that_change_after_they_were_converted_are_noticed():
+    def there(call):
+        out = right(call)
+        call.v[0, 0, 0, 0] += 1
+        return out
+
+    assert "it modified its inputs: v" in str(oracle.check(there, cases=CASES[:1], convert=np.copy, smallest=False))
+
+
 def test_eager_is_what_it_is_for_every_case():
     specs = [Spec(((1, 40),)), Spec(((1, 40),), dtype="bfloat16")]
     report = oracle.check(faulty_kernel("half_precision_scores"), cases=specs[::-1], arithmetic="eager", smallest=False)

@@ -70,6 +70,7 @@ def test_files_hold_what_the_case_holds(folder):
         assert call.spec == spec
         assert all(arrays[each].tobytes() == call.arrays[each].tobytes() for each in arrays)
     manifest = json.loads((folder / "manifest.json").read_text())
+    assert (folder / "000.safetensors").stat().st_mode == (folder / "manifest.json").stat().st_mode
     assert manifest["cases"][0]["output"] == {"name": "000.out", "dtype": "bfloat16", "shape": [4, 4, 8]}
 
 
