@@ -145,6 +145,22 @@ def test_float32_inputs_may_be_rounded_to_what_a_product_takes():
     assert abs(8 - found.lse[0, 0]) / found.lse_bound[0, 0] > 100
 
 
+@pytest.mark.parametrize(
+    ("feature", "more"),
+    [
+        ({"softcap": 1e9}, 8 * 8),  # tanh: twice 4 units in the last place, of a score of 8
+        ({"alibi": True}, 2 * 8),  # the product with the distance, here 0, and the difference
+        ({"rope": "pairs"}, 28 * 16 - 4 * 8),  # 24 more, and the pair counts with its length on both sides
+    ],
+    ids=lambda value: str(value),
+)
+def test_what_is_done_to_a_score_may_cost_roundings(feature, more):
+    q, k = np.array([8.0, 0], np.float32), np.array([1.0, 0], np.float32)
+    plain, changed = (lse_of_one_key(q, k, None, scale=1.0, **each) for each in ({}, feature))
+    assert plain.lse[0, 0] == changed.lse[0, 0] == 8
+    assert changed.lse_bound[0, 0] - plain.lse_bound[0, 0] == pytest.approx(more * 2.0**-24, rel=1e-3)
+
+
 def test_rotated_inputs_may_be_rounded_to_what_a_product_takes():
     near = 1 + 2.0**-8 - 2.0**-15  # position 0: the rotation changes nothing, but its result is rounded
     q, k = np.array([8.0, 0]), np.array([1.0, 0])
