@@ -158,6 +158,8 @@ def test_what_is_done_to_a_score_may_cost_roundings(feature, more):
     q, k = np.array([8.0, 0], np.float32), np.array([1.0, 0], np.float32)
     plain, changed = (lse_of_one_key(q, k, None, scale=1.0, **each) for each in ({}, feature))
     assert plain.lse[0, 0] == changed.lse[0, 0] == 8
+    # the score: 4 roundings; its exponential: 3 (8 + 8), and 10 for each of 3; the sum: 3; the logarithm: 4 (8 + 8 + 1), 8
+    assert plain.lse_bound[0, 0] == pytest.approx((4 * 8 + 48 + 30 + 3 + 68 + 8) * 2.0**-24, rel=1e-3)
     assert changed.lse_bound[0, 0] - plain.lse_bound[0, 0] == pytest.approx(more * 2.0**-24, rel=1e-3)
 
 
@@ -177,3 +179,22 @@ def test_a_restored_code_below_float16s_normal_range_may_lose_half_a_step():
     lost = abs(64 * 2.0**11 * 33 * 2.0**-24 - found.lse[0, 0])
     assert 0.5 < lost / found.lse_bound[0, 0] <= 1
     assert abs(33 * 2.0**-24 - found.out).max() <= found.bound.min()
+
+
+def test_a_restored_value_and_a_numerator_below_float16s_normal_range_may_lose_half_a_step():
+    half = Arithmetic("float16", "float32")
+    step = 2.0**-24
+    code, scale = np.full((1, 1, 1), 100, np.int8), np.full((1, 1), np.float32(33.4 / 100 * step))
+    spec = Spec(((1, 1),), kv_dtype="int8", num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0)
+    found = Case(spec, half, [Values(np.zeros((1, 1, 1), np.float32), code, code, scale, scale)]).expected
+    assert 0.5 < abs(33 * step - found.out[0, 0, 0]) / found.bound[0, 0, 0] <= 1
+
+    # two keys; the second's numerator lies half way between two steps
+    keys = -12 - np.arange(128) / 128
+    numerators = np.exp(keys) / step
+    best = int(np.abs(numerators % 1 - 0.5).argmin())
+    q, k, v = np.ones((1, 1, 1)), np.array([0, keys[best]])[:, None, None], np.array([0, 1e4])[:, None, None]
+    spec = Spec(((1, 2),), dtype="float16", num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0)
+    found = Case(spec, half, [Values(*(x.astype(np.float16) for x in (q, k, v)), None, None)]).expected
+    taken = np.floor(numerators[best]) * step
+    assert 0.5 < abs(taken * 1e4 / (1 + taken) - found.out[0, 0, 0]) / found.bound[0, 0, 0] <= 1

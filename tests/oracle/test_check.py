@@ -123,6 +123,23 @@ def test_a_right_kernel_passes_and_says_how_near():
     assert report.fault is None
 
 
+def test_a_kernel_that_does_not_repeat_itself_is_shown_at_its_smallest():
+    smallest = oracle.check(Unsteady(), cases=CASES[1:]).smallest
+    assert smallest.kind == "repeats"
+    assert smallest.spec.lengths == ((1, 1),)
+
+
+def test_the_smallest_case_shows_the_fault_and_not_another_one():
+    def picky(call):
+        if call.num_heads == 1:
+            raise ValueError("heads come in pairs")
+        return right(call) * np.float32(1.1)
+
+    smallest = oracle.check(picky, cases=CASES[1:], twice=False).smallest
+    assert smallest.kind == "numbers"
+    assert smallest.spec.num_heads == 2
+
+
 class Elsewhere:
     """An array of another library: nothing but DLPack."""
 
