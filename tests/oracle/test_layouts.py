@@ -1,12 +1,14 @@
 """Every layout holds the same tokens: read back through its own tables, they are what was planted, bit for bit."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 
+from nanokv.oracle.case import Case
 from nanokv.oracle.formats import STORED
 from nanokv.oracle.kernels import sequences_of
 from nanokv.oracle.layouts import output_shape, pack, unpack
-from nanokv.oracle.spec import LAYOUTS
+from nanokv.oracle.spec import LAYOUTS, Spec
 from nanokv.oracle.strategies import attention_cases
 from tests.support import examples
 
@@ -63,3 +65,9 @@ def test_arrays_are_copies(case):
     for array in case.arrays().values():
         array.fill(0)
     assert case.arrays()["q"].any()
+
+
+@pytest.mark.parametrize(("scales", "shape"), [("tensor", (1,)), ("head", (2,)), ("token", (1, 14, 2))])
+def test_a_scale_is_for_what_it_says(scales, shape):
+    arrays = Case(Spec(((2, 9),), kv_dtype="int8", scales=scales, head_dim=8)).arrays()
+    assert arrays["k_scale"].shape == arrays["v_scale"].shape == shape
