@@ -207,6 +207,11 @@ def test_unused_memory_that_is_read_shows_as_nan_and_is_still_named():
     assert report.fault == "last_block_in_full"
 
 
+def test_nothing_judged_is_nothing_passed():
+    assert not oracle.Report([]).passed
+    assert oracle.check(right, cases=CASES[:1]).passed
+
+
 def test_arguments_out_of_range():
     with pytest.raises(UsageError, match="no case to check"):
         oracle.check(right, cases=[])
