@@ -1,12 +1,13 @@
-/* Reads a case of `python cli.py vectors -o DIR --layout contiguous --dtype float32`, computes attention, compares it with the
- * expected output and the bound of the same file, and can write its own results file for `python cli.py verify`.
- *
- *     cc -O2 -o read_vectors read_vectors.c -lm
- *     ./read_vectors DIR/000.safetensors SCALE [RESULTS.safetensors 000]
- *
- * SCALE is the case's "scale" in DIR/manifest.json. A safetensors file is 8 bytes of header length, little-endian, that much
- * JSON, then the data; each tensor is "name":{"dtype":..,"shape":[..],"data_offsets":[begin,end]}. No library is needed.
- */
+// Reads a case of `python cli.py vectors -o DIR --layout contiguous --dtype float32`, computes attention, compares it with the
+// expected output and the bound of the same file, and can write its own results file for `python cli.py verify`.
+//
+//     cc -O2 -o read_vectors read_vectors.c -lm
+//     for f in DIR/*.safetensors; do ./read_vectors $f OUT/$(basename $f); done
+//     python cli.py verify DIR OUT/*.safetensors
+//
+// A safetensors file is 8 bytes of header length, little-endian, that much JSON, then the data. Each tensor of the JSON is
+// "name":{"dtype":..,"shape":[..],"data_offsets":[begin,end]}; "__metadata__" holds the case's name and scale, as strings. No
+// library is needed.
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -60,6 +61,16 @@ static Tensor tensor(const char *name, const char *dtype) {
     return found;
 }
 
+static const char *setting(const char *name) {
+    static char value[64];
+    char key[64];
+    snprintf(key, sizeof key, "\"%s\":\"", name);
+    char *at = strstr(header, key);
+    if (!at) die("no setting", name);
+    sscanf(at + strlen(key), "%63[^\"]", value);
+    return value;
+}
+
 static void attend(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor lens, float scale, float *out) {
     long sequences = lens.shape[0], heads = q.shape[1], dim = q.shape[2], capacity = k.shape[1], kv_heads = k.shape[2];
     const int32_t *start = starts.data, *len = lens.data;
@@ -103,21 +114,21 @@ static void write_results(const char *path, const char *name, Tensor q, const fl
 }
 
 int main(int argc, char **argv) {
-    if (argc != 3 && argc != 5) die("usage", "read_vectors CASE.safetensors SCALE [RESULTS.safetensors NAME]");
+    if (argc != 2 && argc != 3) die("usage", "read_vectors CASE.safetensors [RESULTS.safetensors]");
     load(argv[1]);
     Tensor q = tensor("q", "F32"), k = tensor("k", "F32"), v = tensor("v", "F32");
     Tensor starts = tensor("query_start_loc", "I32"), lens = tensor("seq_lens", "I32");
     Tensor expected = tensor("expected_out", "F64"), bound = tensor("bound_out", "F64");
     long count = q.shape[0] * q.shape[1] * q.shape[2], wrong = 0;
     float *out = malloc(sizeof(float) * (size_t)count);
-    attend(q, k, v, starts, lens, strtof(argv[2], NULL), out);
+    attend(q, k, v, starts, lens, strtof(setting("scale"), NULL), out);
     double worst = 0;
     for (long i = 0; i < count; i++) {
         double error = fabs(out[i] - ((const double *)expected.data)[i]), allowed = ((const double *)bound.data)[i];
         if (!(error <= allowed)) wrong++;
         if (allowed > 0 && error / allowed > worst) worst = error / allowed;
     }
-    if (argc == 5) write_results(argv[3], argv[4], q, out);
+    if (argc == 3) write_results(argv[2], setting("name"), q, out);
     printf("%ld of %ld numbers out of bounds, the largest error is %.2f of its bound\n", wrong, count, worst);
     return wrong > 0;
 }

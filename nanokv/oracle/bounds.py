@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from nanokv.attention import naive_sum
-from nanokv.oracle.formats import embeds, format_of
+from nanokv.oracle.formats import SCALED, Format, embeds, format_of
 
 TANH_ULPS = 4  # of the tanh in a soft cap, and of sine, cosine and the power behind rotary angles
+ARITHMETICS = ("fused", "eager")
 FIXED_ROUNDINGS = 4  # of one output: the division (a reciprocal and a product), the last rescaling, log
 
 
@@ -52,6 +53,7 @@ class Terms(NamedTuple):
     z: np.ndarray  # [Hq, R, S]
     weights: np.ndarray  # [Hq, R, S]
     magnitudes: np.ndarray  # [Hq, R, S] sum over D of |q| |k|, times the scale
+    reach: np.ndarray  # [Hq, R, 1] sum over D of |q|, times the scale
     bent: np.ndarray  # [Hq, R, S] error that a soft cap or a bias adds to z, in units of u
     turned: np.ndarray  # [R, S] relative error of rotating q and k, in units of u; 0 without rope
     v: np.ndarray  # [S, H, D]
@@ -70,13 +72,17 @@ def forward_bound(terms: Terms, dim: int, dtype: str, stored: str, arithmetic: A
     product, sums, output = (format_of(name) for name in (arithmetic.product, arithmetic.accumulate, dtype))
     u = sums.roundoff
     narrow = 0.0 if embeds(sums, product) else product.roundoff  # what rounding to a product's format costs
-    restored = _restored(stored, product.name, u, narrow)
+    rotated = bool(terms.turned.any())
+    q_error, k_error = (_entering(name, product, u, narrow, rotated) for name in (dtype, stored))
+    v_error = _entering(stored, product, u, narrow)
+    small = product.lost if v_error else 0.0  # what a k or v below the product's normal range loses
     seen = np.isfinite(terms.z)
     count = seen.sum(axis=-1, keepdims=True)  # [Hq, R, 1]
     folds = 1 + np.ceil(count / arithmetic.tile)
 
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        errors = np.where(seen, _score_errors(terms, dim, u, restored, arithmetic), 0.0)
+        errors = np.where(seen, _score_errors(terms, dim, u, (1 + q_error) * (1 + k_error), arithmetic), 0.0)
+        errors += small * terms.reach
         top = np.max(np.abs(terms.z), axis=-1, keepdims=True, initial=0.0, where=seen)
         errors += u * (3 * (np.where(seen, np.abs(terms.z), 0) + top) + (folds + 1) * (2 * arithmetic.exp_ulps + 2))
         shift = np.where(seen, np.expm1(errors), 0.0)  # |relative error of a numerator|
@@ -95,7 +101,8 @@ def forward_bound(terms: Terms, dim: int, dtype: str, stored: str, arithmetic: A
         summed = gamma(rows((count + folds)[..., 0]), u)
         denominator = (1 + summed) * (1 + narrow) - 1  # a kernel may sum the numerators that it rounded for the product
         weighed = naive_sum(terms.weights * (1 + shift), size) / rows(rest)
-        numerators = ((1 + denominator) * (1 + restored) - 1) * weighed
+        numerators = ((1 + denominator) * (1 + v_error) - 1) * weighed
+        numerators += (1 + denominator) * small * rows(1 + moved) / rows(rest)
         reach = np.abs(terms.out) + softmax
         total = softmax + (numerators + denominator * reach) / (1 - denominator)
         total += FIXED_ROUNDINGS * u * (reach + total)
@@ -114,18 +121,18 @@ def forward_bound(terms: Terms, dim: int, dtype: str, stored: str, arithmetic: A
     return np.where(np.isnan(total), np.inf, total * reference), np.where(np.isnan(lse), np.inf, lse * reference)
 
 
-def _restored(stored: str, product: str, u: float, narrow: float) -> float:
-    """Relative error of turning a stored number into one that enters a product."""
-    inner, outer = format_of(stored), format_of(product)
-    if stored in ("int8", "fp8"):
-        return (1 + u) * (1 + narrow) - 1  # code times scale
-    return 0.0 if embeds(inner, outer) else outer.roundoff
+def _entering(stored: str, product: Format, u: float, narrow: float, rotated: bool = False) -> float:
+    """Relative error of a stored number on its way into a product. `narrow` is what rounding from the sums' format costs:
+    that is where a code meets its scale, and where rotary angles turn."""
+    if stored in SCALED:
+        return (1 + u) * (1 + narrow) - 1
+    return max(0.0 if embeds(format_of(stored), product) else product.roundoff, narrow if rotated else 0.0)
 
 
-def _score_errors(terms: Terms, dim: int, u: float, restored: float, arithmetic: Arithmetic) -> np.ndarray:
+def _score_errors(terms: Terms, dim: int, u: float, entering: float, arithmetic: Arithmetic) -> np.ndarray:
     """|computed z - z| [Hq, R, S]: the products, the scale, the rotation, the soft cap or bias, the rounding of scores."""
     query = (1 + format_of(arithmetic.query).roundoff) ** 2 if arithmetic.query else 1 + u
-    factor = query * (1 + restored) * (1 + u * terms.turned) * (1 + gamma(dim + 1, u)) - 1
+    factor = query * entering * (1 + u * terms.turned) * (1 + gamma(dim + 1, u)) - 1
     errors = factor * terms.magnitudes + u * terms.bent
     if arithmetic.scores:  # the product, the scaled product, and what a soft cap or a bias makes of it
         times = 2 + (terms.bent > 0)

@@ -72,11 +72,12 @@ class CacheReport:
         return "\n".join(lines)
 
 
-def logit_bound(layers: int, width: int, largest: float, dtype: str = "float32") -> float:
-    """How far logits may be apart by rounding alone: 2 (2 L + 1) gamma_K times the size of what the head multiplies
+def logit_bound(layers: int, width: int, largest: float, dtype: str = "float32", sums: int = 2) -> float:
+    """How far logits may be apart by rounding alone: 2 (n L + 1) gamma_K times the size of what the head multiplies
     (docs/numerics.md), with `largest` for that size: the largest |logit|, or, to be safe, the product of the norms of a row of
-    the head and of the last hidden state. `width` K is the longest sum."""
-    return float(2 * (2 * layers + 1) * gamma(width, format_of(dtype).roundoff) * largest)
+    the head and of the last hidden state. `width` K is the longest sum, `sums` n how many count in a layer: 2, or 3 where a
+    gated MLP multiplies two."""
+    return float(2 * (sums * layers + 1) * gamma(width, format_of(dtype).roundoff) * largest)
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Subject:
 
 def check_cache(
     step: Step,
-    prompts: Iterable[Sequence[int]],
+    prompts: Iterable[Sequence[int] | np.ndarray],
     new_state: Callable[[], State],
     *,
     copy: Callable[[State], State] | None = copying.deepcopy,
@@ -177,7 +178,8 @@ def _truncated(subject: Subject, ids: np.ndarray) -> np.ndarray:
     half, state = max(1, len(ids) // 2), subject.new_state()
     first = subject.feed(ids[:half], [half], state)
     subject.feed(_other(ids)[: len(ids) - half], [len(ids) - half], state)
-    state = subject.truncate(state, half) or state
+    kept = subject.truncate(state, half)
+    state = state if kept is None else kept
     return np.concatenate([first, subject.feed(ids[half:], [1] * (len(ids) - half), state)])
 
 

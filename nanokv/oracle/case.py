@@ -1,6 +1,5 @@
 """One case: what a kernel is given, and what it should give back."""
 
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -30,8 +29,14 @@ class Call:
         self.spec, self.arrays = spec, arrays
         self.scale = spec.score_scale
 
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name} {list(array.shape)} {array.dtype}" for name, array in self.arrays.items())
+        return f"Call({self.spec.title()}; {shown})"
+
     def __getattr__(self, name: str) -> Any:
-        if name in self.__dict__.get("arrays", {}):
+        if name.startswith("__") or name in ("spec", "arrays"):  # asked for before there is anything: copy and pickle do
+            raise AttributeError(name)
+        if name in self.arrays:
             return self.arrays[name]
         if name in SETTINGS:
             return getattr(self.spec, name)
@@ -96,7 +101,3 @@ class Case:
                 return i, row
             row -= count
         raise IndexError(row)
-
-    def with_(self, **changes: Any) -> "Case":
-        """The case of a changed spec."""
-        return Case(replace(self.spec, **changes), self.arithmetic)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from nanokv.errors import UsageError
-from nanokv.oracle.bounds import Arithmetic, default_arithmetic
+from nanokv.oracle.bounds import ARITHMETICS, Arithmetic, default_arithmetic
 from nanokv.oracle.case import Call, Case
 from nanokv.oracle.diagnose import Diagnosis, diagnose, matches
 from nanokv.oracle.faults import fault_named
@@ -26,7 +26,6 @@ class Running:
     """How a kernel is run and judged."""
 
     kernel: Kernel
-    arithmetic: Arithmetic | None = None
     convert: Callable[[np.ndarray], Any] | None = None
     twice: bool = True
     any_dtype: bool = False
@@ -40,13 +39,14 @@ class Running:
             found = Verdict(case.spec)
             found.add("raised", f"it raised {type(error).__name__}: {' '.join(str(error).split())[:200]}")
             return found
+        bits = first[0].tobytes()  # the second run may write to the same memory
         verdict = judge(case, *first, any_dtype=self.any_dtype)
         original = case.arrays()
         changed = [name for name, array in given.items() if array.tobytes() != original[name].tobytes()]
         if changed:
             verdict.add("inputs", f"it modified its inputs: {', '.join(changed)}")
         if self.twice:
-            self._again(case, first, verdict)
+            self._again(case, bits, verdict)
         return verdict
 
     def _run(self, spec: Spec, given: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
@@ -60,13 +60,13 @@ class Running:
         out, lse = result if isinstance(result, tuple) else (result, None)
         return to_numpy(out), None if lse is None else to_numpy(lse)
 
-    def _again(self, case: Case, first: tuple[np.ndarray, np.ndarray | None], verdict: Verdict) -> None:
+    def _again(self, case: Case, bits: bytes, verdict: Verdict) -> None:
         try:
-            second = self._run(case.spec, case.arrays())
+            second, _ = self._run(case.spec, case.arrays())
         except Exception as error:  # as above
             verdict.add("raised", f"it raised {type(error).__name__} the second time: {' '.join(str(error).split())[:200]}")
             return
-        if first[0].tobytes() != second[0].tobytes():
+        if second.tobytes() != bits:
             verdict.add("repeats", "it is not deterministic: run twice on the same inputs, it gave different bits")
 
 
@@ -104,12 +104,13 @@ def check(
         specs = list(cases)
     if not specs:
         raise UsageError("there is no case to check: give some phases, or some cases")
-    if isinstance(arithmetic, str):
-        if arithmetic not in ("fused", "eager"):
-            raise UsageError(f"unknown arithmetic {arithmetic!r}: choose fused or eager, or give an Arithmetic")
-        arithmetic = default_arithmetic(specs[0].dtype, arithmetic)
-    running = Running(kernel, arithmetic, convert, twice, any_dtype)
-    judged = [(case, running.verdict(case)) for case in (Case(spec, arithmetic) for spec in specs)]
+    if isinstance(arithmetic, str) and arithmetic not in ARITHMETICS:
+        raise UsageError(f"unknown arithmetic {arithmetic!r}: choose fused or eager, or give an Arithmetic")
+    running = Running(kernel, convert, twice, any_dtype)
+    judged = []
+    for spec in specs:
+        case = Case(spec, default_arithmetic(spec.dtype, arithmetic) if isinstance(arithmetic, str) else arithmetic)
+        judged.append((case, running.verdict(case)))
     given = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
     keep = frozenset(name for name, value in given.items() if value is not None)
     return conclude(judged, running if smallest else None, keep)

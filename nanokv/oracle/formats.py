@@ -77,7 +77,7 @@ def dtype_of(name: str) -> np.dtype:
 
 def embeds(inner: Format, outer: Format) -> bool:
     """Whether every number of `inner` is one of `outer`."""
-    return inner is outer or (inner.roundoff > outer.roundoff and inner.top <= outer.top and inner.lost >= outer.lost)
+    return inner.roundoff >= outer.roundoff and inner.top <= outer.top and inner.lost >= outer.lost
 
 
 def rounded(x: np.ndarray, name: str) -> np.ndarray:

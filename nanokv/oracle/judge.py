@@ -10,6 +10,8 @@ from nanokv.oracle.formats import dtype_of
 from nanokv.oracle.layouts import output_shape, unpack
 from nanokv.oracle.spec import Spec
 
+NOT_REAL = "cOSUmM"  # NumPy's kinds: complex, objects, strings, times
+
 
 @dataclass
 class Verdict:
@@ -22,7 +24,7 @@ class Verdict:
     excess: float = 0.0
     wrong: np.ndarray | None = None
     out: np.ndarray | None = None
-    kind: str = "passed"  # passed, numbers, nan, shape, dtype, raised, inputs, missing
+    kind: str = "passed"  # passed, numbers, nan, shape, dtype, raised, inputs, repeats, missing
 
     @property
     def passed(self) -> bool:
@@ -48,6 +50,9 @@ def judge(case: Case, out: np.ndarray, lse: np.ndarray | None = None, any_dtype:
     shape = output_shape(case.spec)
     if out.shape != shape:
         verdict.add("shape", f"the output's shape is {list(out.shape)}, not {list(shape)}")
+        return verdict
+    if out.dtype.kind in NOT_REAL:
+        verdict.add("dtype", f"the output's dtype is {out.dtype}, which holds no real numbers")
         return verdict
     if out.dtype != dtype_of(case.spec.dtype) and not any_dtype:
         verdict.add("dtype", f"the output's dtype is {out.dtype}, not {case.spec.dtype}")
@@ -95,6 +100,9 @@ def _judge_lse(case: Case, verdict: Verdict, lse: np.ndarray) -> None:
     shape = output_shape(case.spec)[:-1]
     if lse.shape != shape:
         verdict.add("shape", f"the log-sum-exp's shape is {list(lse.shape)}, not {list(shape)}")
+        return
+    if lse.dtype.kind in NOT_REAL:
+        verdict.add("dtype", f"the log-sum-exp's dtype is {lse.dtype}, which holds no real numbers")
         return
     found, expected = unpack(case.spec, lse[..., None])[..., 0].astype(np.float64), case.expected
     ratio = exceeds(found, expected.lse, expected.lse_bound)

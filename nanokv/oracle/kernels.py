@@ -11,6 +11,7 @@ import numpy as np
 
 from nanokv.attention import attend
 from nanokv.kv.tile import CAUSAL, TILE, Tiles, Visibility
+from nanokv.numerics import EXACT, Numerics
 from nanokv.oracle.case import Call
 from nanokv.oracle.formats import dtype_of
 from nanokv.oracle.interchange import to_numpy, to_torch
@@ -90,7 +91,7 @@ def put_together(call: Call, outputs: list[np.ndarray]) -> np.ndarray:
     return pack(call.spec, np.concatenate(outputs).astype(dtype_of(call.dtype)), 0)
 
 
-def nanokv_attend(call: Call) -> np.ndarray:
+def nanokv_attend(call: Call, numerics: Numerics = EXACT) -> np.ndarray:
     """nanokv's fold over tiles, in float32 (float64 for float64): no ALiBi, soft cap or rope, always causal."""
     real = np.float64 if call.dtype == "float64" else np.float32
     visibility = Visibility(call.window, call.sinks) if call.window else CAUSAL
@@ -102,7 +103,7 @@ def nanokv_attend(call: Call) -> np.ndarray:
         if tokens and rows:
             k, v = (_tiles(restored(codes, scale, real)) for codes, scale in ((each.k, each.k_scale), (each.v, each.v_scale)))
             positions = np.arange(tokens - (rows - first), tokens)
-            out[first:] = attend(each.q[first:].astype(real), positions, Tiles(k, v), call.scale, visibility)
+            out[first:] = attend(each.q[first:].astype(real), positions, Tiles(k, v), call.scale, visibility, numerics)
         outputs.append(out)
     return put_together(call, outputs)
 

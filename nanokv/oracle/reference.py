@@ -29,7 +29,8 @@ class Problem:
     """q [R, Hq, D] at `positions` [R], k, v [S, H, D] at 0 .. S-1, all float64; masks, scale and the rest as in a Spec.
 
     `slopes` [Hq] are ALiBi's (a score loses slope times distance); `sinks_at`, where sinks have positions inside the cache, is
-    that of the newest token, sinks + window - 1. `q_angles` and `k_angles` are the positions that `rope` turns by.
+    that of the newest token, sinks + window - 1. `q_angles` are the positions that `rope`
+    turns queries by, where a fault has its own.
     `softmax`, where a fault has its own, makes weights [Hq, R, S] of scores.
     """
 
@@ -44,7 +45,6 @@ class Problem:
     sinks_at: int | None = None
     rope: Rope | None = None
     q_angles: np.ndarray | None = None
-    k_angles: np.ndarray | None = None
     softmax: Callable[[np.ndarray], np.ndarray] = naive_softmax
 
     def distances(self) -> np.ndarray:
@@ -84,7 +84,7 @@ def solve(problem: Problem, dtype: str, stored: str, arithmetic: Arithmetic) -> 
     with np.errstate(divide="ignore", invalid="ignore"):
         top = np.maximum(z.max(axis=-1), np.finfo(np.float64).min)
         lse = (top + np.log(np.exp(z - top[..., None]).sum(axis=-1))).T  # [R, Hq]
-    terms = Terms(z, weights, _magnitudes(problem), bent, _turned(problem), problem.v, out, lse)
+    terms = Terms(z, weights, *_magnitudes(problem), bent, _turned(problem), problem.v, out, lse)
     return Solved(out, lse, *forward_bound(terms, dim, dtype, stored, arithmetic))
 
 
@@ -110,8 +110,7 @@ def _scores(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
 
 def _angles(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     q_angles = problem.positions if problem.q_angles is None else problem.q_angles
-    k_angles = np.arange(len(problem.k)) if problem.k_angles is None else problem.k_angles
-    return q_angles, k_angles
+    return q_angles, np.arange(len(problem.k))
 
 
 def _turn(x: np.ndarray, angles: np.ndarray, rope: Rope) -> np.ndarray:
@@ -127,9 +126,9 @@ def _turned(problem: Problem) -> np.ndarray:
     return 2 * each + 2 * TANH_ULPS * (np.abs(q_angles)[:, None] + np.abs(k_angles))
 
 
-def _magnitudes(problem: Problem) -> np.ndarray:
-    """[Hq, R, S] scale times the sum over D of |q| |k|; of a rotated pair both count with
-    the pair's length: |a| + |b| <= sqrt(2) length, on either side."""
+def _magnitudes(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """Scale times the sum over D of |q| |k| [Hq, R, S], and of |q| alone [Hq, R, 1]. Of a rotated pair both count with the
+    pair's length: |a| + |b| <= sqrt(2) length, on either side."""
     sizes = []
     for x in (problem.q, problem.k):
         size = np.abs(x)
@@ -138,4 +137,5 @@ def _magnitudes(problem: Problem) -> np.ndarray:
             pairs = (size[..., 0::2], size[..., 1::2]) if problem.rope.adjacent else (size[..., :half], size[..., half:])
             size = np.repeat(np.hypot(*pairs), 2, axis=-1)
         sizes.append(size)
-    return naive_scores(sizes[0], sizes[1], problem.positions, problem.scale, Everything())
+    reach = problem.scale * sizes[0].sum(axis=-1).T[..., None]
+    return naive_scores(sizes[0], sizes[1], problem.positions, problem.scale, Everything()), reach

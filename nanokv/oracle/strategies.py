@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from nanokv.errors import UsageError
 from nanokv.oracle.bounds import Arithmetic
 from nanokv.oracle.case import Case
-from nanokv.oracle.formats import SCALED
+from nanokv.oracle.formats import COMPUTED, SCALED, format_of
 from nanokv.oracle.spec import FEATURES, LAYOUTS, PAGED, ROPES, SCALES, Spec
 from nanokv.oracle.suite import known
 
@@ -37,8 +37,9 @@ def attention_cases(
         from hypothesis import strategies as st
     except ImportError:
         raise UsageError("strategies need the package hypothesis: pip install hypothesis; suite() does not") from None
-    features = known("feature", features, FEATURES)
-    layouts, dtypes, kv_dtypes = list(layouts), list(dtypes), list(kv_dtypes)
+    features, layouts = known("feature", features, FEATURES), known("layout", layouts, LAYOUTS)
+    dtypes = known("dtype", [format_of(name).name for name in dtypes], COMPUTED)
+    kv_dtypes = [name and format_of(name).name for name in kv_dtypes]
 
     @st.composite
     def cases(draw: "DrawFn") -> Case:

@@ -57,14 +57,20 @@ def suite(
         if phase in phases:
             spec = _shaped(base, lengths, i, fixed_heads, sizes if layout in PAGED else (16,))
             found += [spec] if poison == "large" else [replace(spec, unused=poison), spec]
-    rows = 2 if set(phases) - {"decode"} else 1
-    for lengths, logits, heads in ((((rows, 20),), "offset", (4, 2)), (((1, 1024),), "equal", (2, 1))):
-        spec = _shaped(base, lengths, 0, fixed_heads or heads, sizes)
+    for lengths, logits, heads in ((((2, 20),), "offset", (4, 2)), (((1, 1024),), "equal", (2, 1))):
+        spec = _shaped(base, _of_a_phase(lengths, phases), 0, fixed_heads or heads, sizes)
         found.append(replace(spec, logits=logits, unused=poison))
     for i, changed in enumerate(_featured(features)):
-        lengths = tuple((q if rows > 1 else 1, kv) for q, kv in FEATURED)
-        found.append(replace(_shaped(base, lengths, i + 1, fixed_heads, sizes), unused=poison, **changed))
+        spec = _shaped(base, _of_a_phase(FEATURED, phases), i + 1, fixed_heads, sizes)
+        found.append(replace(spec, unused=poison, **changed))
     return found
+
+
+def _of_a_phase(lengths: Lengths, phases: list[str]) -> Lengths:
+    """As they are, where the kernel knows a few queries behind cached tokens; else one query each; else every token its own."""
+    if "chunked" in phases:
+        return lengths
+    return tuple((1 if "decode" in phases else kv, kv) for _, kv in lengths)
 
 
 def _shaped(base: Spec, lengths: Lengths, i: int, heads: tuple[int, int] | None, sizes: tuple[int, ...]) -> Spec:

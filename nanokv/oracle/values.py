@@ -3,7 +3,8 @@
 Every key has an output channel of its own: v of token j in head h is large in channel (j + 5 h) mod D and small elsewhere. So
 a key that is missing, doubled, weighted wrongly or taken from another head moves its channel by a large share of it, however
 small its weight, and an elementwise bound on that channel is as small as the weight. Every head has its own size, so that
-scales of quantised K and V differ. Scores spread over a few units, so that a wrong scale or mask changes every weight.
+scales of quantised K and V differ. Scores spread over a few units, so that a wrong scale or mask changes every weight. With
+rope they come mostly from channels that turn far, so that a wrong position does.
 
 Symbols: R rows, S tokens, Hq query heads, Hkv key-value heads, D head width.
 """
@@ -66,6 +67,9 @@ def _sequence(spec: Spec, rng: np.random.Generator, rows: int, tokens: int) -> t
     k *= (size**0.5)[:, None]
     q /= np.repeat(size**0.5, spec.group)[:, None]
     q *= SPREAD / (spec.score_scale * dim**0.5)
+    if spec.rope:
+        speed = _speeds(spec)
+        q, k = (x * (speed / np.sqrt((speed**2).mean())) ** 0.5 for x in (q, k))
     token, head = np.ogrid[:tokens, :heads]
     v[token, head, (token + 5 * head) % dim] = rng.choice([-1.0, 1.0], (tokens, heads)) * rng.uniform(1, 3, (tokens, heads))
     v *= size[:, None]
@@ -78,6 +82,13 @@ def _sequence(spec: Spec, rng: np.random.Generator, rows: int, tokens: int) -> t
         k[1:, :, 0] = 2.0
         k[:1, :, 0] = 0.0
     return q, k, v
+
+
+def _speeds(spec: Spec) -> np.ndarray:
+    """[D] how far a token turns each channel. Scores come mostly from the fast ones: a position that is off by one hardly turns
+    the others."""
+    speed = spec.rope_theta ** (-2 * np.arange(spec.head_dim // 2) / spec.head_dim)
+    return np.repeat(speed, 2) if spec.rope == "pairs" else np.tile(speed, 2)
 
 
 def _scales(spec: Spec, tensors: list[np.ndarray]) -> list[np.ndarray] | list[None]:

@@ -67,7 +67,7 @@ def _write_case(directory: Path, name: str, case: Case) -> dict[str, Any]:
     answers = case.packed()
     tensors = {**case.arrays(), **{file_name: answers[key] for file_name, key in ANSWERS.items()}}
     path = directory / f"{name}.safetensors"
-    _save(path, tensors)
+    _save(path, tensors, {"name": name, "scale": repr(case.spec.score_scale)})  # for readers without a JSON parser
     return {
         "name": name,
         "file": path.name,
@@ -81,10 +81,10 @@ def _write_case(directory: Path, name: str, case: Case) -> dict[str, Any]:
     }
 
 
-def _save(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    from safetensors.numpy import save_file
+def _save(path: Path, tensors: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None) -> None:
+    from safetensors.numpy import save  # save_file() makes files that nobody else may read
 
-    save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, path)
+    path.write_bytes(save({name: np.ascontiguousarray(array) for name, array in tensors.items()}, metadata))
 
 
 def _load(path: Path) -> dict[str, np.ndarray]:
@@ -142,15 +142,21 @@ def _manifest(directory: Path) -> list[dict[str, Any]]:
     return manifest["cases"]
 
 
-def verify(directory: Path | str, results: Path | str) -> Report:
-    """Judges a results file against the vectors it was computed from: the expected outputs and bounds are the files'.
+def verify(directory: Path | str, *results: Path | str) -> Report:
+    """Judges results files against the vectors they were computed from: the expected outputs and bounds are the files'.
 
     A missing output, a wrong shape or dtype are verdicts in the report. Raises VectorsError where vectors or results cannot be
-    read, or the vectors were changed.
+    read, the vectors were changed, or two results files hold the same tensor.
     """
-    directory, results = Path(directory), Path(results)
+    directory = Path(directory)
     entries = _manifest(directory)
-    outputs = _load(results)
+    outputs: dict[str, np.ndarray] = {}
+    for path in map(Path, results):
+        found = _load(path)
+        twice = sorted(found.keys() & outputs.keys())
+        if twice:
+            raise VectorsError(f"{path} has a tensor {twice[0]}, which another results file has too: give each output once")
+        outputs |= found
     judged, strange = [], []
     for entry in entries:
         case, same = _case_of(directory, entry)
@@ -163,7 +169,7 @@ def verify(directory: Path | str, results: Path | str) -> Report:
         report.diagnosis = None
         report.notes.append(f"no fault is named: this NumPy draws other numbers than the files hold (case {strange[0]})")
     for name in sorted(set(outputs) - known):
-        report.notes.append(f"{results.name} has a tensor {name!r} that belongs to no case")
+        report.notes.append(f"the results have a tensor {name!r} that belongs to no case")
     return report
 
 

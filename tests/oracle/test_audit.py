@@ -55,6 +55,7 @@ def test_every_fault_that_applies_is_in_one_group():
     groups = [*found.let_through, *found.caught, *found.unseen]
     assert sorted(groups) == sorted({fault.name for fault in FAULTS if fault.applies(PREFILL[0])})
     assert "neighbour_token" not in groups
+    assert "causal_top_left" in found.unseen  # a prefill cannot tell
     assert str(found).startswith("atol 0.02, rtol 0.02: ")
 
 

@@ -103,6 +103,27 @@ def test_a_cache_with_a_fault_is_found_out(fault, ways):
     assert "shortest prompt that shows it" in str(report)
 
 
+def test_a_child_that_is_no_copy_is_told_from_a_parent_that_is_disturbed():
+    def short(state):
+        other = Wrong()
+        other.ids = state.ids[:-1]
+        return other
+
+    subject = Wrong()
+    report = oracle.check_cache(subject.step, PROMPTS[:2], Wrong, copy=short)
+    assert [finding.way for finding in report.findings if not finding.passed] == ["in a fork"]
+
+
+@pytest.mark.parametrize(("bound", "passed"), [(0.0, False), (0.0009, False), (0.0011, True)])
+def test_a_difference_just_beyond_the_bound_is_wrong(bound, passed):
+    def step(ids, state):
+        return np.full((len(ids), 3), 0.001 * (len(ids) == 1))
+
+    report = oracle.check_cache(step, [[1, 2, 3]], list, bound=bound)
+    assert report.passed == passed
+    assert max(finding.error for finding in report.findings) == 0.001
+
+
 def test_a_window_that_has_dropped_tokens_refuses_to_be_truncated_by_name():
     from nanokv.kv.contiguous import ContiguousCache
 

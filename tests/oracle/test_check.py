@@ -11,6 +11,7 @@ from hypothesis import given
 from nanokv import oracle
 from nanokv.errors import UsageError
 from nanokv.oracle.case import Case
+from nanokv.oracle.faults import faulty_kernel
 from nanokv.oracle.spec import Spec
 from tests.oracle.kernels import kernel
 from tests.support import ROOT, examples
@@ -68,6 +69,17 @@ class Unsteady:
         return out
 
 
+class OneBuffer:
+    """Unsteady, and both runs give the same memory."""
+
+    def __init__(self):
+        self.out, self.inner = np.zeros((2, 4, 8), np.float32), Unsteady()
+
+    def __call__(self, call):
+        self.out[...] = self.inner(call)
+        return self.out
+
+
 class Once:
     runs = 0
 
@@ -88,6 +100,10 @@ MISBEHAVED = [
     (writes_to_its_inputs, "inputs", "it modified its inputs: k"),
     (no_array, "raised", "it raised TypeError: it returned str, not an array"),
     (Unsteady(), "repeats", "it is not deterministic"),
+    (OneBuffer(), "repeats", "it is not deterministic"),
+    (lambda call: right(call).astype(complex), "dtype", "the output's dtype is complex128, which holds no real numbers"),
+    (lambda call: right(call).astype(object), "dtype", "the output's dtype is object, which holds no real numbers"),
+    (lambda call: None, "raised", "it raised TypeError: it returned NoneType, not an array"),
     (Once(), "raised", "it raised RuntimeError the second time: out of streams"),
 ]
 
@@ -105,6 +121,60 @@ def test_a_right_kernel_passes_and_says_how_near():
     assert report.passed
     assert str(report).startswith("passed: 2 cases, the largest error is 0.")
     assert report.fault is None
+
+
+def test_a_kernel_that_does_not_repeat_itself_is_shown_at_its_smallest():
+    smallest = oracle.check(Unsteady(), cases=CASES[1:]).smallest
+    assert smallest.kind == "repeats"
+    assert smallest.spec.lengths == ((1, 1),)
+
+
+def test_the_smallest_case_shows_the_fault_and_not_another_one():
+    def picky(call):
+        if call.num_heads == 1:
+            raise ValueError("heads come in pairs")
+        return right(call) * np.float32(1.1)
+
+    smallest = oracle.check(picky, cases=CASES[1:], twice=False).smallest
+    assert smallest.kind == "numbers"
+    assert smallest.spec.num_heads == 2
+
+
+class Elsewhere:
+    """An array of another library: nothing but DLPack."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **how):
+        return self.array.__dlpack__(**how)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_a_kernel_may_take_and_give_whatever_speaks_dlpack():
+    def there(call):
+        assert all(isinstance(array, Elsewhere) for array in call.arrays.values())
+        here = oracle.Call(call.spec, {name: np.from_dlpack(array) for name, array in call.arrays.items()})
+        return Elsewhere(right(here))
+
+    assert oracle.check(there, cases=CASES, convert=Elsewhere).passed
+
+
+def test_inputs_that_change_after_they_were_converted_are_noticed():
+    def there(call):
+        out = right(call)
+        call.v[0, 0, 0, 0] += 1
+        return out
+
+    assert "it modified its inputs: v" in str(oracle.check(there, cases=CASES[:1], convert=np.copy, smallest=False))
+
+
+def test_eager_is_what_it_is_for_every_case():
+    specs = [Spec(((1, 40),)), Spec(((1, 40),), dtype="bfloat16")]
+    report = oracle.check(faulty_kernel("half_precision_scores"), cases=specs[::-1], arithmetic="eager", smallest=False)
+    assert [verdict.passed for verdict in report.verdicts] == [True, False]  # bfloat16 may, float32 may not
 
 
 def test_another_output_format_can_be_allowed():
@@ -126,6 +196,8 @@ def test_the_log_sum_exp_is_judged_where_it_is_given(factor, hint):
 def test_a_log_sum_exp_of_the_wrong_shape_is_said():
     report = oracle.check(lambda call: (right(call), np.zeros(3, np.float32)), cases=CASES, smallest=False)
     assert "the log-sum-exp's shape is [3], not [2, 4]" in str(report)
+    report = oracle.check(lambda call: (right(call), np.zeros((2, 4), "M8[s]")), cases=CASES[:1], smallest=False)
+    assert "the log-sum-exp's dtype is datetime64[s], which holds no real numbers" in str(report)
 
 
 def test_unused_memory_that_is_read_shows_as_nan_and_is_still_named():
@@ -133,6 +205,11 @@ def test_unused_memory_that_is_read_shows_as_nan_and_is_still_named():
     report = oracle.check(kernel("last_block_in_full"), cases=specs, smallest=False)
     assert [verdict.kind for verdict in report.verdicts] == ["nan", "numbers"]
     assert report.fault == "last_block_in_full"
+
+
+def test_nothing_judged_is_nothing_passed():
+    assert not oracle.Report([]).passed
+    assert oracle.check(right, cases=CASES[:1]).passed
 
 
 def test_arguments_out_of_range():

@@ -69,11 +69,8 @@ def test_every_faulty_kernel_is_caught(verdicts):
     assert {name for _, name in verdicts} == COVERED
 
 
-def test_nine_in_ten_are_named_rightly(verdicts):
-    wrong = {key: report.diagnosis for key, report in verdicts.items() if report.fault != key[1]}
-    assert len(wrong) <= len(verdicts) // 10, wrong
-    # a fault that is not recognised is left unnamed rather than called something else
-    assert all(diagnosis is None for diagnosis in wrong.values()), wrong
+def test_every_faulty_kernel_is_named_rightly(verdicts):
+    assert {key: report.diagnosis for key, report in verdicts.items() if report.fault != key[1]} == {}
 
 
 @pytest.mark.parametrize("setting", STRANGERS, ids=lambda setting: setting[0])

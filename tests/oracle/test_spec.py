@@ -1,5 +1,6 @@
 """A case that cannot be is refused by name; one that can comes out the same every time."""
 
+import copy
 import json
 
 import numpy as np
@@ -99,3 +100,39 @@ def test_unused_memory_is_poisoned_and_used_memory_is_not():
     for spec in oracle.suite("flashinfer-hnd", "float16", phases=["decode"]):
         pages = Case(spec).arrays()["paged_kv_cache"]
         assert np.isnan(pages).any() == (spec.unused == "nan")
+
+
+def phase(q, kv):
+    return "prefill" if q == kv and q > 1 else "decode" if q == 1 else "chunked"
+
+
+@pytest.mark.parametrize("phases", [["prefill"], ["decode"], ["prefill", "decode"], ["chunked"]], ids="+".join)
+def test_no_phase_that_was_not_asked_for(phases):
+    specs = oracle.suite("vllm", features=FEATURES, phases=phases)
+    found = {phase(q, kv) for spec in specs for q, kv in spec.lengths if (q, kv) != (1, 1)}
+    assert found <= {*phases, "decode"} if "chunked" in phases else found == set(phases)  # a chunk of one is a decode
+
+
+def test_a_call_can_be_shown_and_copied():
+    call = Case(Spec(((1, 3),), head_dim=8)).call()
+    assert "k [1, 8, 2, 8] float32" in repr(call)
+    again = copy.deepcopy(call)
+    assert again.scale == call.scale
+    assert all(
+        np.array_equal(again.arrays[name], array, equal_nan=array.dtype.kind == "f") for name, array in call.arrays.items()
+    )
+
+
+def test_the_command_offers_what_there_is():
+    from nanokv.commands import vectors
+    from nanokv.oracle.formats import ALIASES, COMPUTED
+
+    assert tuple(vectors.LAYOUTS) == LAYOUTS
+    assert tuple(vectors.FEATURES) == FEATURES
+    assert {ALIASES.get(name, name) for name in vectors.DTYPES} == set(COMPUTED)
+
+
+def test_a_strategy_names_what_it_does_not_know():
+    for arguments in ({"layouts": ["nchw"]}, {"dtypes": ["int8"]}, {"kv_dtypes": ["int3"]}, {"features": ["glue"]}):
+        with pytest.raises(UsageError, match="unknown"):
+            oracle.attention_cases(**arguments)

@@ -70,6 +70,7 @@ def test_files_hold_what_the_case_holds(folder):
         assert call.spec == spec
         assert all(arrays[each].tobytes() == call.arrays[each].tobytes() for each in arrays)
     manifest = json.loads((folder / "manifest.json").read_text())
+    assert (folder / "000.safetensors").stat().st_mode == (folder / "manifest.json").stat().st_mode
     assert manifest["cases"][0]["output"] == {"name": "000.out", "dtype": "bfloat16", "shape": [4, 4, 8]}
 
 
@@ -91,7 +92,19 @@ def test_results_with_missing_cases_strangers_and_wrong_shapes(folder, tmp_path)
     result = run("verify", folder, path)
     assert result.exit_code == 1
     assert "the output's shape is [2, 2], not [4, 4, 8]" in result.stdout
-    assert "has a tensor '7.out' that belongs to no case" in result.stdout
+    assert "the results have a tensor '7.out' that belongs to no case" in result.stdout
+
+
+def test_results_may_lie_in_several_files(folder, tmp_path):
+    for name, call in oracle.read_vectors(folder):
+        oracle.write_results(tmp_path / f"{name}.safetensors", {f"{name}.out": kernel()(call)})
+    parts = [tmp_path / "000.safetensors", tmp_path / "001.safetensors"]
+    assert run("verify", folder, *parts).exit_code == 0
+    assert "the results have no tensor 001.out" in run("verify", folder, parts[0]).stdout
+    result = run("verify", folder, *parts, parts[0])
+    assert result.exit_code == 1
+    assert "has a tensor 000.out, which another results file has too" in result.stderr
+    assert run("verify", folder).exit_code == 2
 
 
 def test_a_log_sum_exp_in_the_results_is_judged(folder, tmp_path):
@@ -197,16 +210,38 @@ def test_the_c_example_reads_computes_and_is_verified(tmp_path):
     program = tmp_path / "read_vectors"
     source = ROOT / "examples" / "oracle" / "read_vectors.c"
     subprocess.run([COMPILER, "-O2", "-Wall", "-Werror", "-o", program, source, "-lm"], check=True)
-    oracle.write_vectors(tmp_path / "v", [Spec(((3, 20), (1, 7), (2, 1)), num_heads=4, num_kv_heads=2, head_dim=16)])
-    scale = json.loads((tmp_path / "v" / "manifest.json").read_text())["cases"][0]["scale"]
-    case, out = tmp_path / "v" / "000.safetensors", tmp_path / "r.safetensors"
-    done = subprocess.run([program, case, repr(scale), out, "000"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("0 of 384 numbers out of bounds")
-    assert run("verify", tmp_path / "v", out).exit_code == 0
-    wrong = subprocess.run([program, case, repr(2 * scale)], capture_output=True, text=True)
+    assert run("vectors", "-o", tmp_path / "v", "--feature", "scale").exit_code == 0
+    outs = []
+    for case in sorted((tmp_path / "v").glob("*.safetensors")):
+        outs.append(tmp_path / case.name)
+        done = subprocess.run([program, case, outs[-1]], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.startswith("0 of ")
+    assert run("verify", tmp_path / "v", *outs).exit_code == 0
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(case.read_bytes().replace(b'"scale":"0.3"', b'"scale":"0.4"'))
+    wrong = subprocess.run([program, damaged, tmp_path / "wrong.safetensors"], capture_output=True, text=True)
     assert wrong.returncode == 1
-    assert subprocess.run([program, out, "1"], capture_output=True).returncode == 2
+    assert subprocess.run([program, outs[0]], capture_output=True).returncode == 2  # results are no case
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="not run: there is no C compiler called cc")
+@pytest.mark.parametrize(
+    ("right", "wrong", "fault"),
+    [
+        ("", "", None),
+        ("h / (heads / kv_heads)", "h % kv_heads", "kv_heads_tiled"),
+        ("starts[b + 1] + row + 1", "starts[b + 1] + row", "mask_one_early"),
+        ("p[j] *= scale", "", "scale_missing"),
+    ],
+)
+def test_the_example_of_a_kernel_in_c_is_judged_as_it_is(tmp_path, right, wrong, fault):
+    from examples.oracle.c_kernel import SOURCE, built, kernel_of
+
+    function = built(tmp_path, SOURCE.replace(right, wrong))
+    report = oracle.check(kernel_of(function), "vllm", phases=["chunked"], twice=False, smallest=False)
+    assert report.fault == fault
+    assert report.passed == (fault is None)
 
 
 def test_the_pytest_example_passes():

@@ -36,10 +36,10 @@ def test_torch_sdpa_passes_on_the_fixed_suite(layout, dtype, kv_dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_bounds_of_torch_sdpa_are_sharp(dtype):
-    from benchmarks.oracle_bounds import measure
+    from benchmarks.oracle_bounds import measure, of_calls
 
     cases = 10_000 if settings.default.max_examples > EVERYDAY else 15
-    assert 1 / 30 <= max(measure(torch_sdpa, dtype, None, cases, seed=2).values()) <= 1
+    assert 1 / 30 <= max(measure(of_calls("torch SDPA", torch_sdpa, dtype), cases, seed=2).values()) <= 1
 
 
 def test_the_torch_example_passes_and_shows_what_a_wrong_mask_is():
