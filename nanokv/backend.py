@@ -58,7 +58,8 @@ def get_backend(name: str = "auto") -> Backend:
     except ModuleNotFoundError:
         reason = "CuPy is not installed (pip install 'nanokv[cuda12]' or 'nanokv[cuda13]')"
     except Exception as error:  # whatever the driver raises: CuPy promises no type here
-        reason = f"no CUDA device answers ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
+        answer = "the card's memory is full" if is_out_of_memory(error) else "no CUDA device answers"
+        reason = f"{answer} ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
     else:
         return Backend("cupy", cupy)
     if name == "cupy":
