@@ -25,7 +25,9 @@ def specs(draw):
     window = draw(st.none() | st.integers(1, 150))
     sinks = None if window is None else draw(st.none() | st.integers(0, 40))
     scale = draw(st.none() | st.sampled_from([0.01, 3.0])) if kv_dtype == "fp8" else None
-    return CacheSpec(kind, draw(st.sampled_from([32, 128] if kv_dtype == "int4" else [1, 16, 128])), window, sinks, kv_dtype, scale)
+    return CacheSpec(
+        kind, draw(st.sampled_from([32, 128] if kv_dtype == "int4" else [1, 16, 128])), window, sinks, kv_dtype, scale
+    )
 
 
 def filled(planes):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("numba", exc_type=ImportError)
+import cli
 import nanokv
 from nanokv.backend import NUMPY, get_backend
 from nanokv.errors import BackendError, CapacityError, UsageError
@@ -24,7 +25,6 @@ from tests.cuda.stand_in import Meter, both_memories, install, kv_memory
 from tests.kernels import logits
 from tests.llama_support import small_llama
 from tests.support import small_config
-
 
 CACHES = [
     CacheSpec(), CacheSpec("paged", 16), CacheSpec("paged", 32, kv_dtype="int4"), CacheSpec("paged", 16, 20, kv_dtype="int8"),
@@ -77,9 +77,7 @@ def test_a_decoded_token_copies_nothing_back_and_gets_no_memory(meter, family):
     config = small_config(dim=16) if family is gpt2 else small_llama(heads=4, kv_heads=2, dim=16)
     _, card = both_memories(None)
     params = family.random_params(config).to(card)
-    pool = CacheSpec("paged", 16).pool(
-        config.visibility(), config.num_kv_heads, config.head_dim, 12, np.float32, kv_memory()
-    )
+    pool = CacheSpec("paged", 16).pool(config.visibility(), config.num_kv_heads, config.head_dim, 12, np.float32, kv_memory())
     cache, seen = pool.new_sequence(), []
     for token in range(30):
         family.forward(params, [token % 50], cache, numerics=COMPILED)
@@ -170,6 +168,16 @@ def test_exact_on_cupy_is_the_compiled_kernels(meter):
         choose_numerics("exact", cupy, dtype="float64")
     with pytest.raises(UsageError, match="takes the compiled kernels"):
         choose_numerics("exact", cupy, "numpy")
+
+
+@pytest.mark.parametrize(("flags", "noted"), [
+    ([], True), (["--numerics", "fast"], False), (["--numerics", "exact"], False), (["--kernels", "compiled"], False),
+])  # fmt: skip
+def test_the_note_on_fast_numerics_is_for_those_who_did_not_ask(meter, capsys, flags, noted):
+    with pytest.raises(SystemExit) as ended:
+        cli.main.main(["generate", "Once", "--backend", "cupy", "--max-tokens", "2", *flags])
+    assert ended.value.code == 0
+    assert ("the numerics are fast" in capsys.readouterr().err) == noted
 
 
 def test_an_old_card_is_refused_by_name(monkeypatch):

@@ -166,7 +166,13 @@ def test_loading_that_runs_out_keeps_nothing(meter, tmp_path):
             if "the weights of" in str(error):
                 assert not meter.memory
         gc.collect()
-    assert seen == {"the weights of it", "a cache of 1 tokens", "a step of 1 tokens", "a cache of 16 tokens", "a step of 16 tokens"}
+    assert seen == {
+        "the weights of it",
+        "a cache of 1 tokens",
+        "a step of 1 tokens",
+        "a cache of 16 tokens",
+        "a step of 16 tokens",
+    }
     host = nanokv.load(str(path), backend="numpy", numerics="exact", kernels="compiled", weights="int8")
     assert model.generate("Hello", max_tokens=4).tokens == host.generate("Hello", max_tokens=4).tokens
 
@@ -190,7 +196,9 @@ def test_the_command_line_says_it_in_one_line(meter, capsys):
 
 def test_the_host_runs_out_in_the_same_words():
     """NumPy's own refusal, and one that is nanokv's already."""
-    with pytest.raises(OutOfMemory, match=r"^no memory for a pool \(Unable to allocate .+ for an array .+\): use fewer blocks$"):
+    with pytest.raises(
+        OutOfMemory, match=r"^no memory for a pool \(Unable to allocate .+ for an array .+\): use fewer blocks$"
+    ):
         with asking_for("a pool", "use fewer blocks", np):
             np.empty(1 << 60, np.uint8)
     inner = OutOfMemory("said before")
