@@ -29,9 +29,6 @@ def test_as_many_beams_as_texts_find_the_best_text():
         def forward(self, tokens, cache, rows=slice(None)):
             return super().forward(tokens, cache, rows) + bias
 
-        def prefill(self, tokens, cache):
-            return super().prefill(tokens, cache) + bias
-
     biased = Biased(**vars(model))
     found = beam_search(biased, [1, 2, 3], Options(2), SPEC, beams=36).beams
 
@@ -109,7 +106,8 @@ def test_a_length_penalty_that_ranks_nothing_is_refused(penalty):
 
 
 @pytest.mark.parametrize(("options", "beams", "words"), [
-    (Options(), 1, "beams 1"), (Options(), 513, "beams 513 is out of range: 2 to 512"), (Options(sampling=SamplingParams(0.5)), 2, "leave out temperature"),
+    (Options(), 1, "beams 1"), (Options(), 513, "beams 513 is out of range: 2 to 512"),
+    (Options(sampling=SamplingParams(0.5)), 2, "leave out temperature"),
     (Options(stop=("x",)), 2, "stop strings"), (Options(logprobs=2), 2, "logprobs"),
 ])  # fmt: skip
 def test_flags_that_do_not_go_with_beams_are_refused(options, beams, words):

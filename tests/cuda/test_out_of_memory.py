@@ -41,13 +41,16 @@ def on_both(params=None):
 def insisted(meter, work, check=lambda: None):
     """What `work` gives once enough requests for memory are granted; before, with ever more of them, it is OutOfMemory, after
     which `check` holds. Also how often that was."""
-    for granted in count():
+    refused = 0
+    while True:
         try:
-            with meter.refusing(granted):
-                return work(), granted
+            with meter.refusing(refused):
+                return work(), refused
         except OutOfMemory as error:
-            assert re.fullmatch(WORDS, str(error))
-            check()
+            said = str(error)
+        assert re.fullmatch(WORDS, said)
+        check()
+        refused += 1
 
 
 SPECS = [
@@ -166,13 +169,8 @@ def test_loading_that_runs_out_keeps_nothing(meter, tmp_path):
             if "the weights of" in str(error):
                 assert not meter.memory
         gc.collect()
-    assert seen == {
-        "the weights of it",
-        "a cache of 1 tokens",
-        "a step of 1 tokens",
-        "a cache of 16 tokens",
-        "a step of 16 tokens",
-    }
+    work = [f"a {what} of {tokens} tokens" for tokens in (1, 16) for what in ("cache", "step")]
+    assert seen == {"the weights of it", *work}
     host = nanokv.load(str(path), backend="numpy", numerics="exact", kernels="compiled", weights="int8")
     assert model.generate("Hello", max_tokens=4).tokens == host.generate("Hello", max_tokens=4).tokens
 
@@ -196,11 +194,9 @@ def test_the_command_line_says_it_in_one_line(meter, capsys):
 
 def test_the_host_runs_out_in_the_same_words():
     """NumPy's own refusal, and one that is nanokv's already."""
-    with pytest.raises(
-        OutOfMemory, match=r"^no memory for a pool \(Unable to allocate .+ for an array .+\): use fewer blocks$"
-    ):
-        with asking_for("a pool", "use fewer blocks", np):
-            np.empty(1 << 60, np.uint8)
+    words = r"^no memory for a pool \(Unable to allocate .+ for an array .+\): use fewer blocks$"
+    with pytest.raises(OutOfMemory, match=words), asking_for("a pool", "use fewer blocks", np):
+        np.empty(1 << 60, np.uint8)
     inner = OutOfMemory("said before")
     with pytest.raises(OutOfMemory) as caught, asking_for("a pool", "use fewer blocks", np):
         raise inner
