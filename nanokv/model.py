@@ -71,7 +71,8 @@ class Model:
     def new_pool(self, num_blocks: int, spec: CacheSpec) -> PagedPool:
         """A pool of `num_blocks` blocks, the null block included."""
         what = f"a pool of {num_blocks} blocks of {spec.block_size} tokens"
-        with asking_for(what, f"use fewer blocks, {SMALLER_KV}", self.backend.xp):
+        advice = f"use fewer blocks (fewer sequences or beams, lower max-tokens), {SMALLER_KV}"
+        with asking_for(what, advice, self.backend.xp):
             return spec.pool(*self._kv_shape, num_blocks, self.dtype, self.kv_backend, self.name)
 
     @property
