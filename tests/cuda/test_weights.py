@@ -7,13 +7,15 @@ import pytest
 
 pytest.importorskip("numba", exc_type=ImportError)
 import nanokv
-from nanokv.backend import to_numpy
+from nanokv.backend import NUMPY, get_backend, to_numpy
 from nanokv.kernels.cuda.arrays import CardMatrix
 from nanokv.kernels.matrix import FORMATS
-from nanokv.models import llama
+from nanokv.models import gpt2, llama
+from nanokv.models.convert import pool_kv_heads
 from nanokv.numerics import FAST
 from tests.cuda.stand_in import both_memories
 from tests.llama_support import small_llama
+from tests.support import small_config
 from tests.weights.llama_files import gguf_arrays, gguf_metadata, write_gguf
 from weights.gguf_file import load_gguf
 
@@ -72,6 +74,20 @@ def test_weights_in_a_format_give_the_hosts_bits(meter, quantised, weights):
     logits = [to_numpy(model.forward(tokens, model.new_cache(30))) for model in (host, card)]
     assert np.array_equal(*logits)
     assert card.generate(tokens, max_tokens=3).tokens == host.generate(tokens, max_tokens=3).tokens
+
+
+@pytest.mark.parametrize("form", ["float32", "int4"])
+def test_averaged_heads_are_the_hosts(meter, form):
+    """A packed matrix, a plain one and their biases: what is averaged is equal in bits, what is not stays."""
+    params = gpt2.random_params(small_config(1, dim=16), scale=0.3)
+    for host, card in (both_memories(form), (NUMPY, get_backend("cupy"))):
+        there = params.to(card)
+        one, other = pool_kv_heads(params.to(host), 2).blocks[0], pool_kv_heads(there, 2).blocks[0]
+        weights = (getattr(block.qkv_weight, "codes", block.qkv_weight) for block in (one, other))
+        assert np.array_equal(*map(to_numpy, weights))
+        assert np.array_equal(one.qkv_bias, other.qkv_bias.get())
+        assert len(one.qkv_weight) == len(other.qkv_weight) == 16 * (4 + 2 * 2)
+        assert other.fc_weight is there.blocks[0].fc_weight
 
 
 def test_array_code_takes_weights_rounded_to_a_format(meter, quantised):

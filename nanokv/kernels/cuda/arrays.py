@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from nanokv.backend import Array, module_of
+from nanokv.backend import Array, module_of, to_numpy
 from nanokv.kernels.choice import PackedMemory
 from nanokv.kernels.cuda import launches
 from nanokv.kernels.cuda.card import Card
@@ -63,6 +63,21 @@ class CardMatrix:
     def __len__(self) -> int:
         return self.shape[0]
 
+    @classmethod
+    def sent(cls, matrix: Matrix, xp: ModuleType) -> "CardMatrix":
+        """A matrix of the host's, its planes as they are."""
+        planes = (None if plane is None else xp.asarray(plane) for plane in (matrix.codes, matrix.scales, matrix.lows))
+        return cls(matrix.form, matrix.shape, *planes)
+
+    def to_host(self) -> Matrix:
+        """The same in host memory."""
+        planes = (None if plane is None else to_numpy(plane) for plane in (self.codes, self.scales, self.lows))
+        return Matrix(self.form, self.shape, *planes)
+
+    def beside(self, matrix: Matrix) -> "CardMatrix":
+        """Another matrix of the host's on the same card."""
+        return self.sent(matrix, module_of(self.codes))
+
     def __getitem__(self, rows: Array) -> Array:
         """Decoded rows: indices [R] on the card -> [R, K] float32."""
         out = _empty(self.codes, (len(rows), self.shape[1]))
@@ -75,8 +90,7 @@ class CardMemory(PackedMemory):
     """The card's memory, in which a matrix of weights comes to lie in panels: made on the host, its planes sent as they are."""
 
     def keep(self, matrix: Matrix) -> CardMatrix:
-        planes = (None if plane is None else self.table(plane) for plane in (matrix.codes, matrix.scales, matrix.lows))
-        return CardMatrix(matrix.form, matrix.shape, *planes)
+        return CardMatrix.sent(matrix, self.xp)
 
 
 def linear(x: Array, weight: CardMatrix, bias: Array | None) -> Array:
