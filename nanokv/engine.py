@@ -273,7 +273,7 @@ class Engine:
             for sequence, twins in made.items():
                 for run in sequence.copies:
                     twins.append(_Sequence(run, sequence.cache.fork(), seen=sequence.seen))
-        except NanoKVError:
+        except Exception:
             for twin in (twin for twins in made.values() for twin in twins):
                 twin.cache.reset()
             for sequence in reversed(finished):

@@ -71,8 +71,8 @@ class CardMatrix:
 
     def to_host(self) -> Matrix:
         """The same in host memory."""
-        planes = (None if plane is None else to_numpy(plane) for plane in (self.codes, self.scales, self.lows))
-        return Matrix(self.form, self.shape, *planes)
+        rest = (None if plane is None else to_numpy(plane) for plane in (self.scales, self.lows))
+        return Matrix(self.form, self.shape, to_numpy(self.codes), *rest)
 
     def beside(self, matrix: Matrix) -> "CardMatrix":
         """Another matrix of the host's on the same card."""
