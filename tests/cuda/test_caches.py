@@ -95,19 +95,27 @@ def test_the_cards_caches_hold_the_hosts_bits(meter, spec, operations, seed):
 @pytest.mark.parametrize("name", [name for name in CODECS if name != "int4"])
 def test_writing_is_one_launch_for_keys_and_one_for_values(meter, name):
     """Nothing else: no array code, no copy, no memory from the driver; scattered slots are sent once for all layers."""
-    memory = kv_memory()
-    storage = Storage(3, 8, 16, HEADS, DIM, get_codec(name, np.float32, memory), memory)
-    k = memory.xp.zeros((5, HEADS, DIM), dtype=np.float32)
+    memory, scattered = kv_memory(), np.array([40, 42, 41, 43, 44])
+    host, storage = (Storage(3, 8, 16, HEADS, DIM, get_codec(name, np.float32, each), each) for each in (NUMPY, memory))
+    values = np.random.default_rng(0).standard_normal((5, HEADS, DIM), dtype=np.float32)
+    k = memory.xp.asarray(values)
+    for each in (host, storage):
+        filled(each.planes)
     meter.read()
     storage.write(1, storage.slots(np.arange(3, 8)), k, k)
     assert meter.read() == {"launches": 2}
-    slots = storage.slots(np.array([3, 90, 4, 60, 9]))
+    slots = storage.slots(scattered)
     assert meter.read()["copies to the card"] == 1
     for layer in range(3):
         storage.write(layer, slots, k, k)
     assert meter.read() == {"launches": 6}
-    storage.copy_unit(1, 2)
+    storage.copy_unit(2, 5)
     assert meter.read() == {"launches": len(storage.planes)}
+    host.write(1, np.arange(3, 8), values, values)
+    for layer in range(3):
+        host.write(layer, scattered, values, values)
+    host.copy_unit(2, 5)
+    assert all(np.array_equal(a, b) for a, b in zip(bits(host.planes), bits(storage.planes), strict=True))
 
 
 def test_int4_is_written_by_array_code(meter):

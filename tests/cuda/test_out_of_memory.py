@@ -139,7 +139,7 @@ def test_an_engine_goes_on_when_there_is_memory_again(meter, spec):
     results = []
     for model in (host, card):
         engine = Engine(model, spec, num_blocks=40, max_batch_tokens=200)
-        runs = [run for prompt, n in zip(prompts, (2, 1), strict=True) for run in engine.add(prompt, options, n)]
+        runs = [run for prompt, n in zip(prompts, (3, 1), strict=True) for run in engine.add(prompt, options, n)]
         failures = 0
         while engine.has_work:
             if model is host:
