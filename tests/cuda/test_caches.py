@@ -92,11 +92,11 @@ def test_the_cards_caches_hold_the_hosts_bits(meter, spec, operations, seed):
         assert all(np.array_equal(a, b) for a, b in zip(bits(host_planes), bits(card_planes), strict=True))
 
 
-@pytest.mark.parametrize("name", [name for name in CODECS if name != "int4"])
-def test_writing_is_one_launch_for_keys_and_one_for_values(meter, name):
+@pytest.mark.parametrize(("name", "scale"), [*((name, None) for name in CODECS if name != "int4"), ("fp8", 0.37)])
+def test_writing_is_one_launch_for_keys_and_one_for_values(meter, name, scale):
     """Nothing else: no array code, no copy, no memory from the driver; scattered slots are sent once for all layers."""
     memory, scattered = kv_memory(), np.array([40, 42, 41, 43, 44])
-    host, storage = (Storage(3, 8, 16, HEADS, DIM, get_codec(name, np.float32, each), each) for each in (NUMPY, memory))
+    host, storage = (Storage(3, 8, 16, HEADS, DIM, get_codec(name, np.float32, each, scale), each) for each in (NUMPY, memory))
     values = np.random.default_rng(0).standard_normal((5, HEADS, DIM), dtype=np.float32)
     k = memory.xp.asarray(values)
     for each in (host, storage):
