@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,10 @@ from nanokv.models.gpt2 import forward, random_params
 from nanokv.numerics import COMPILED
 
 DIGESTS = Path(__file__).parent.parent / "tests" / "kernels" / "default_logits.json"
-SPECS = (CacheSpec(), CacheSpec("paged", 16), CacheSpec("paged", 32, kv_dtype="int4"), CacheSpec(window=40, kv_dtype="int8"))
+SPECS = (
+    CacheSpec(), CacheSpec("paged", 16), CacheSpec("paged", 32, kv_dtype="int4"), CacheSpec(window=40, kv_dtype="int8"),
+    CacheSpec("paged", 16, kv_dtype="bfloat16"), CacheSpec(kv_dtype="fp8"),
+)  # fmt: skip
 Timer = Callable[[Callable[[], Any], int], float]  # call, repeats -> milliseconds
 
 
@@ -91,6 +95,7 @@ def same_bits(gpu: Backend, forms: Sequence[str] = FORMATS, tokens: int = 300) -
 
 def new_cache(spec: CacheSpec, shape: tuple[list[Visibility], int, int], backend: Backend) -> ContiguousCache | PagedCache:
     """An empty cache for 320 tokens."""
+    backend = replace(backend, kernels=backend.name == "cupy")
     if spec.kind == "paged":
         return spec.pool(*shape, 320 // spec.block_size + 2, np.float32, backend).new_sequence()
     return spec.contiguous(*shape, 320, np.float32, backend)
@@ -104,8 +109,9 @@ def decode(
     rows = []
     for batch in batches:
         pool = CacheSpec("paged", 16).pool(
-            config.visibility(), config.num_kv_heads, config.head_dim, batch * (context // 16 + 2) + 1, np.float32, gpu
-        )
+            config.visibility(), config.num_kv_heads, config.head_dim, batch * (context // 16 + 2) + 1, np.float32,
+            replace(gpu, kernels=True),
+        )  # fmt: skip
         caches = [pool.new_sequence() for _ in range(batch)]
         for cache in caches:
             forward(params, np.zeros(context, np.int64), cache, rows=slice(-1, None), numerics=COMPILED)
@@ -127,7 +133,8 @@ def decode(
 def prefill(gpu: Backend, timer: Timer, config: GPT2Config, tokens: int = 512) -> dict[str, float]:
     """The logits after a prompt: milliseconds, and TFLOP/s of its products."""
     params = random_params(config).to(CardMemory("cupy", gpu.xp))
-    cache = CacheSpec().contiguous(config.visibility(), config.num_kv_heads, config.head_dim, tokens, np.float32, gpu)
+    memory, shape = replace(gpu, kernels=True), (config.visibility(), config.num_kv_heads, config.head_dim)
+    cache = CacheSpec().contiguous(*shape, tokens, np.float32, memory)
 
     def call() -> None:
         cache.reset()

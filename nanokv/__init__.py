@@ -72,7 +72,7 @@ def load(
     physical cores). `weights`: float32, bf16, fp16, int8 or int4; None keeps what a GGUF file has quantised, and is float32
     otherwise. Raises a NanoKVError that says in one line what is wrong.
     """
-    from nanokv.backend import get_backend
+    from nanokv.backend import asking_for, get_backend
     from nanokv.kernels.choice import memory_for
     from nanokv.model import Model, choose_numerics
     from weights import load as load_weights
@@ -80,7 +80,8 @@ def load(
     chosen = get_backend(backend)
     mode = choose_numerics(numerics, chosen, kernels, dtype)
     memory = memory_for(chosen, mode, weights, threads)
-    checkpoint = load_weights(source, dtype=dtype, backend=memory)
+    with asking_for(f"the weights of {source}", "keep them in a smaller format (--weights)", chosen.xp):
+        checkpoint = load_weights(source, dtype=dtype, backend=memory)
     model = Model(
         checkpoint.name, checkpoint.params, checkpoint.tokenizer, checkpoint.eos_token_ids, chosen, mode,
         checkpoint.prefix, checkpoint.chat_template,

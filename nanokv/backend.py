@@ -5,13 +5,16 @@ query or at the first array, so all three are tried before it is chosen.
 """
 
 import importlib
-from dataclasses import dataclass
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from nanokv.errors import BackendError
+from nanokv.errors import BackendError, NanoKVError, OutOfMemory
 
 Array = Any  # numpy.ndarray or cupy.ndarray
 BACKENDS = ("auto", "numpy", "cupy")
@@ -19,10 +22,12 @@ BACKENDS = ("auto", "numpy", "cupy")
 
 @dataclass(frozen=True)
 class Backend:
-    """An array library: `xp` is the module; `name` is "numpy" or "cupy"."""
+    """An array library: `xp` is the module; `name` is "numpy" or "cupy". `kernels`: what caches keep is written and read by the
+    card's compiled kernels, so it need not be of a type that the library knows."""
 
     name: str
     xp: ModuleType
+    kernels: bool = field(default=False, kw_only=True)
 
     def from_numpy(self, array: np.ndarray) -> Array:
         """The array in this library's memory; no copy on NumPy. Memory for compiled kernels packs a matrix here."""
@@ -53,12 +58,37 @@ def get_backend(name: str = "auto") -> Backend:
     except ModuleNotFoundError:
         reason = "CuPy is not installed (pip install 'nanokv[cuda12]' or 'nanokv[cuda13]')"
     except Exception as error:  # whatever the driver raises: CuPy promises no type here
-        reason = f"no CUDA device answers ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
+        answer = "the card's memory is full" if is_out_of_memory(error) else "no CUDA device answers"
+        reason = f"{answer} ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
     else:
         return Backend("cupy", cupy)
     if name == "cupy":
         raise BackendError(f"backend cupy is not usable: {reason}; use --backend numpy")
     return NUMPY
+
+
+@contextmanager
+def asking_for(what: str, advice: str, xp: ModuleType) -> Iterator[None]:
+    """Where the array library finds no memory for what is done inside, OutOfMemory says so: for what, how much was asked, how
+    much a card has free, and what to do. Arrays that the work had got by then are let go, though the error holds its frames."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, NanoKVError) or not is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)
+        reason, where, free = " ".join(str(error).split()).rstrip("."), "", ""
+        if xp is not np:
+            available, total = xp.cuda.runtime.memGetInfo()
+            where, free = " on the card", f", {available:,} of its {total:,} bytes are free"
+        message = f"no memory{where} for {what} ({reason or type(error).__name__}{free}): {advice}"
+        raise OutOfMemory(message) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether NumPy, CuPy's pool or, by its words, the driver or a library of the card's says that there is no memory."""
+    text = str(error)
+    return isinstance(error, MemoryError) or any(words in text for words in ("out of memory", "OUT_OF_MEMORY", "ALLOC_FAILED"))
 
 
 def module_of(array: Array) -> ModuleType:

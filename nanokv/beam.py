@@ -18,7 +18,7 @@ from nanokv.generate import Generation, Options
 from nanokv.kv.paged import PagedCache
 from nanokv.kv.spec import CacheSpec
 from nanokv.kv.tile import Batch
-from nanokv.model import Model
+from nanokv.model import PREFILL_STEP, Model
 from nanokv.sampling import log_softmax
 
 
@@ -67,9 +67,11 @@ class _Running:
 def beam_search(
     model: Model, prompt: Sequence[int], options: Options, spec: CacheSpec, beams: int = 4, length_penalty: float = 1.0
 ) -> BeamResult:
-    """The `beams` best continuations found. Raises UsageError for flags that do not go with beams."""
-    if beams < 2:
-        raise UsageError(f"beams {beams} is out of range: it must be at least 2")
+    """The `beams` best continuations found. Raises UsageError for flags that do not go with beams, and for more beams than the
+    model has tokens to begin a text with, or than a step may have rows."""
+    most = min(model.config.vocab_size, PREFILL_STEP)
+    if not 2 <= beams <= most:
+        raise UsageError(f"beams {beams} is out of range: 2 to {most} with this model")
     if not math.isfinite(length_penalty):
         raise UsageError(f"length-penalty {length_penalty} is out of range: it must be a finite number")
     sampling = options.sampling

@@ -222,9 +222,10 @@ class Engine:
         finished = [sequence for (sequence, _), last in zip(plan, done, strict=True) if last]
         for sequence, _ in plan:
             sequence.run.spend(elapsed)
+        copies = self._fork_copies(finished)
         updates = []
         for sequence, row in zip(finished, logits, strict=True):
-            updates += self._advance(sequence, row)
+            updates += self._advance(sequence, copies.get(sequence, []), row)
         return updates
 
     def stream(self) -> Iterator[Update]:
@@ -264,16 +265,29 @@ class Engine:
         held = sum(block != NULL_BLOCK for sequence in self._running for block in sequence.cache.block_table)
         stats.bytes_saved = max(stats.bytes_saved, round((held - pool.used) * self._block_bytes))
 
-    def _advance(self, sequence: _Sequence, logits: np.ndarray) -> list[Update]:
+    def _fork_copies(self, finished: list[_Sequence]) -> dict[_Sequence, list[_Sequence]]:
+        """The copies of the sequences whose prompt is computed now, as sequences of their own. Where there is no memory for
+        them, none is made, and the step's logits are lost with its error: their sequences are computed again."""
+        made: dict[_Sequence, list[_Sequence]] = {sequence: [] for sequence in finished if sequence.copies}
+        try:
+            for sequence, twins in made.items():
+                for run in sequence.copies:
+                    twins.append(_Sequence(run, sequence.cache.fork(), seen=sequence.seen))
+        except Exception:
+            for twin in (twin for twins in made.values() for twin in twins):
+                twin.cache.reset()
+            for sequence in reversed(finished):
+                self._scheduler.preempt(self._running.index(sequence))
+            raise
+        return made
+
+    def _advance(self, sequence: _Sequence, copies: list[_Sequence], logits: np.ndarray) -> list[Update]:
         """The next token of a sequence, and of its copies, which split off here."""
-        twins = [(sequence, sequence.run)]
-        for run in sequence.copies:
-            twin = _Sequence(run, sequence.cache.fork(), seen=sequence.seen)
-            self._running.append(twin)
-            twins.append((twin, run))
+        self._running.extend(copies)
         sequence.copies = []
         updates = []
-        for twin, run in twins:
+        for twin in (sequence, *copies):
+            run = twin.run
             updates.append(Update(run, run.advance(logits)))
             run.note_cache(twin.cache)
             if run.finish_reason:

@@ -29,5 +29,9 @@ class CapacityError(NanoKVError):
     """More tokens than a cache or a model has positions for. Nothing was written."""
 
 
+class OutOfMemory(NanoKVError, MemoryError):  # noqa: N818 - the field's name for it
+    """The host or the card has no memory for what was asked. Caches and engines are as they were: less can be tried."""
+
+
 class BackendError(NanoKVError):
     """The requested array library or device is not usable."""

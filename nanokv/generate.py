@@ -91,7 +91,7 @@ class Generation:
                 raise UsageError(f"window and sinks make {inside} positions, more than the model's {positions}")
         elif len(self.prompt_tokens) > positions:
             raise CapacityError(f"the prompt has {len(self.prompt_tokens)} tokens, more than the model's {positions} positions")
-        self.cache.codec(self.model.dtype, self.model.backend)  # refuses what cannot be stored before anything is shown
+        self.cache.codec(self.model.dtype, self.model.kv_backend)  # refuses what cannot be stored before anything is shown
         self._sampler = Sampler(self.options.sampling)
         self._stream = TokenStream(self.model.tokenizer, continues=len(self.prompt_tokens) > len(self.model.prefix))
         self._stops = StopStrings(self.options.stop)

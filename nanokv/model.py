@@ -1,12 +1,13 @@
 """A loaded model: what `nanokv.load` gives."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from nanokv.backend import NUMPY, Array, Backend
+from nanokv.backend import NUMPY, Array, Backend, asking_for
 from nanokv.errors import UsageError
 from nanokv.generate import Generation, Options
 from nanokv.kernels.choice import use_compiled
@@ -20,6 +21,7 @@ from nanokv.numerics import COMPILED, EXACT, FAST, Numerics
 from nanokv.sampling import SamplingParams
 from nanokv.tokenizer import Tokenizer
 
+SMALLER_KV = "or use a smaller KV format (--kv-dtype)"
 PREFILL_STEP = 512  # tokens fed at once at most: bounds the memory of a prefill
 
 
@@ -63,11 +65,20 @@ class Model:
         if spec.kind == "paged":
             blocks = self.blocks_for(spec, capacity)
             return self.new_pool(blocks + 1, spec).new_sequence()
-        return spec.contiguous(*self._kv_shape, capacity, self.dtype, self.backend)
+        with asking_for(f"a cache of {capacity} tokens", f"lower max-tokens, {SMALLER_KV}", self.backend.xp):
+            return spec.contiguous(*self._kv_shape, capacity, self.dtype, self.kv_backend)
 
     def new_pool(self, num_blocks: int, spec: CacheSpec) -> PagedPool:
         """A pool of `num_blocks` blocks, the null block included."""
-        return spec.pool(*self._kv_shape, num_blocks, self.dtype, self.backend, self.name)
+        what = f"a pool of {num_blocks} blocks of {spec.block_size} tokens"
+        advice = f"use fewer blocks (fewer sequences or beams, lower max-tokens), {SMALLER_KV}"
+        with asking_for(what, advice, self.backend.xp):
+            return spec.pool(*self._kv_shape, num_blocks, self.dtype, self.kv_backend, self.name)
+
+    @property
+    def kv_backend(self) -> Backend:
+        """Where caches keep keys and values: `backend`, through the card's kernels where those compute."""
+        return replace(self.backend, kernels=self.numerics is COMPILED and self.backend.name == "cupy")
 
     @property
     def kernels(self) -> str:
@@ -87,18 +98,26 @@ class Model:
     ) -> Array:
         """Logits of the next token after each of `tokens` [R], which continue what `cache` holds -> [len(rows), V]."""
         module = module_for(self.params)
-        return module.forward(self.params, np.asarray(tokens), cache, rows=rows, numerics=self.numerics)
+        with self._step(len(tokens)):
+            return module.forward(self.params, np.asarray(tokens), cache, rows=rows, numerics=self.numerics)
 
     def hidden_states(self, tokens: Sequence[int] | np.ndarray, cache: Cache | Batch) -> Array:
         """As forward(), without the head: the hidden states [R, E] of `tokens`."""
-        return module_for(self.params).hidden_states(self.params, np.asarray(tokens), cache, numerics=self.numerics)
+        with self._step(len(tokens)):
+            return module_for(self.params).hidden_states(self.params, np.asarray(tokens), cache, numerics=self.numerics)
+
+    def _step(self, count: int) -> AbstractContextManager[None]:
+        advice = f"shorten the context or the batch, {SMALLER_KV} or smaller weights (--weights); the cache is as it was"
+        return asking_for(f"a step of {count} tokens", advice, self.backend.xp)
 
     def prefill(self, tokens: Sequence[int], cache: ContiguousCache | PagedCache) -> Array:
-        """Feeds `tokens` in steps that the cache has room for; the logits [V] after the last."""
+        """Feeds `tokens` in steps that the cache has room for; the logits [V] after the last. What an error leaves in the
+        cache are the steps before the one that failed."""
         step = min(PREFILL_STEP, cache.max_step or PREFILL_STEP)
-        for start in range(0, len(tokens), step):
-            hidden = self.hidden_states(tokens[start : start + step], cache)
-        return module_for(self.params).unembed(self.params, hidden[-1:], numerics=self.numerics)[0]
+        last = max(0, len(tokens) - 1) // step * step
+        for start in range(0, last, step):
+            self.hidden_states(tokens[start : start + step], cache)
+        return self.forward(tokens[last:], cache, slice(-1, None))[0]
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Generation:
         """Text or ids continued to the end. Options: those of Options, SamplingParams and CacheSpec (its kind as `cache`).

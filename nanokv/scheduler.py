@@ -85,7 +85,7 @@ class Scheduler(Generic[S]):
                 break
             # asked again after every preemption: who shares a block with the victim need not copy it any more
             while (needed := memory.needed(sequence, count)) > memory.num_free - reserved:
-                if self._preempt_newest() is sequence:
+                if self.preempt() is sequence:
                     break
             else:
                 reserved += needed
@@ -114,8 +114,9 @@ class Scheduler(Generic[S]):
         memory.release(sequence)
         return False
 
-    def _preempt_newest(self) -> S:
-        sequence = self.running.pop()
+    def preempt(self, place: int = -1) -> S:
+        """Takes everything from a running sequence, the newest if no place is given; it waits at the head of the queue."""
+        sequence = self.running.pop(place)
         self.memory.release(sequence)
         self.waiting.appendleft(sequence)
         self.preemptions += 1

@@ -1,6 +1,7 @@
 """Beam search against transformers on random weights, and against trying everything."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,10 +10,10 @@ from nanokv.beam import beam_search
 from nanokv.errors import UsageError
 from nanokv.generate import Options
 from nanokv.kv.spec import CacheSpec
-from nanokv.models.gpt2 import forward
+from nanokv.models.gpt2 import forward, random_params
 from nanokv.sampling import SamplingParams, log_softmax
 from tests.llama_support import tiny_llama
-from tests.support import nan_cache, tiny_model
+from tests.support import nan_cache, small_config, tiny_model
 
 SPEC = CacheSpec("paged", block_size=4)
 
@@ -27,9 +28,6 @@ def test_as_many_beams_as_texts_find_the_best_text():
     class Biased(type(model)):
         def forward(self, tokens, cache, rows=slice(None)):
             return super().forward(tokens, cache, rows) + bias
-
-        def prefill(self, tokens, cache):
-            return super().prefill(tokens, cache) + bias
 
     biased = Biased(**vars(model))
     found = beam_search(biased, [1, 2, 3], Options(2), SPEC, beams=36).beams
@@ -92,6 +90,15 @@ def test_beams_on_windows_and_codecs_equal_their_own_recomputation(model, spec):
     assert best.logprob == again
 
 
+def test_no_more_beams_than_tokens():
+    """More could not begin differently: as many as the vocabulary has are searched, one more is refused before any work."""
+    model = replace(tiny_model(eos=False), params=random_params(small_config(1), scale=0.3))
+    found = beam_search(model, [1], Options(2), SPEC, beams=61)
+    assert len({tuple(beam.tokens) for beam in found.beams}) == 61
+    with pytest.raises(UsageError, match="beams 62 is out of range: 2 to 61 with this model"):
+        beam_search(model, [1], Options(2), SPEC, beams=62)
+
+
 @pytest.mark.parametrize("penalty", [float("nan"), float("inf")])
 def test_a_length_penalty_that_ranks_nothing_is_refused(penalty):
     with pytest.raises(UsageError, match=f"length-penalty {penalty}"):
@@ -99,7 +106,8 @@ def test_a_length_penalty_that_ranks_nothing_is_refused(penalty):
 
 
 @pytest.mark.parametrize(("options", "beams", "words"), [
-    (Options(), 1, "beams 1"), (Options(sampling=SamplingParams(0.5)), 2, "leave out temperature"),
+    (Options(), 1, "beams 1"), (Options(), 513, "beams 513 is out of range: 2 to 512"),
+    (Options(sampling=SamplingParams(0.5)), 2, "leave out temperature"),
     (Options(stop=("x",)), 2, "stop strings"), (Options(logprobs=2), 2, "logprobs"),
 ])  # fmt: skip
 def test_flags_that_do_not_go_with_beams_are_refused(options, beams, words):

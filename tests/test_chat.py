@@ -8,7 +8,8 @@ from click.testing import CliRunner
 
 from nanokv.chat import encode_chat
 from nanokv.commands.chat import chat
-from nanokv.errors import NanoKVError, UsageError
+from nanokv.errors import NanoKVError, OutOfMemory, UsageError
+from nanokv.model import Model
 from nanokv.tokenizer import Tokenizer
 from tests.llama_support import tiny_llama
 
@@ -116,6 +117,27 @@ def test_a_conversation_reuses_what_it_computed(monkeypatch, flags):
     reused, prompt, computed = map(int, counts[1])
     assert reused >= 16
     assert reused + computed >= prompt
+
+
+def test_a_conversation_goes_on_after_a_message_that_failed(monkeypatch):
+    """The failed message is dropped and its answer is not computed on beside the next one: that is as if it were the first."""
+    model, calls, forward = talking(), [], Model.forward
+    monkeypatch.setattr("nanokv.load", lambda *_, **__: model)
+
+    def fails_once(*args, **more):
+        calls.append(args)
+        if len(calls) == 3:
+            raise OutOfMemory("no memory for a step")
+        return forward(*args, **more)
+
+    arguments = ["--max-tokens", "6"]
+    expected = CliRunner().invoke(chat, arguments, input="What is my name?\n").stdout
+    monkeypatch.setattr(Model, "forward", fails_once)
+    result = CliRunner().invoke(chat, arguments, input="Hello there\nWhat is my name?\n")
+    assert result.exit_code == 0
+    assert "error: no memory for a step" in result.stderr
+    assert result.stdout.endswith(expected)
+    assert len(calls) == 3 + 6
 
 
 def test_a_model_that_cannot_talk_is_refused_before_anything_is_read(monkeypatch):

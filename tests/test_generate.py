@@ -182,8 +182,8 @@ def test_a_generation_runs_once():
 def test_a_decode_step_feeds_one_token(monkeypatch):
     """The prompt once, then only what is new: the cache is not silently off."""
     fed = []
-    real = gpt2.hidden_states
-    monkeypatch.setattr(gpt2, "hidden_states", lambda p, tokens, *a, **k: fed.append(len(tokens)) or real(p, tokens, *a, **k))
+    real = gpt2._layers
+    monkeypatch.setattr(gpt2, "_layers", lambda p, tokens, *a: fed.append(len(tokens)) or real(p, tokens, *a))
     run = MODEL.generate(list(range(30)), max_tokens=5, ignore_eos=True)
     assert fed == [30, 1, 1, 1, 1]
     assert run.cache_tokens == 34

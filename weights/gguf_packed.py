@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nanokv.backend import Backend
+from nanokv.backend import Array, Backend
 from nanokv.errors import CheckpointError
 from nanokv.kernels.choice import PackedMemory
 from nanokv.kernels.matrix import GROUP, Matrix, from_int4, from_int8, to_panels
@@ -19,16 +19,20 @@ FLOATS = {"F16": "fp16", "BF16": "bf16"}
 QUANTISED = ("Q8_0", "Q4_0", "Q4_1")
 
 
-def packed_as_stored(parts: Sequence[StoredTensor], backend: Backend) -> Matrix | None:
-    """The tensors, one below the other, as one matrix in their own format; None where `backend` wants another format, or
-    where they have different encodings or one that the kernels do not read."""
+def packed_as_stored(parts: Sequence[StoredTensor], backend: Backend) -> Array | None:
+    """The tensors, one below the other, as one matrix in their own format in the backend's memory; None where `backend` wants
+    another format, or where they have different encodings or one that the kernels do not read."""
     if not (isinstance(backend, PackedMemory) and backend.form is None):
         return None
     kinds = {part.encoding.name if isinstance(part, GGUFTensor) else None for part in parts}
     if len(kinds) > 1 or not kinds & {*FLOATS, *QUANTISED} or any(len(part.shape) != 2 for part in parts):
         return None
     rows = np.concatenate([_stored_rows(part) for part in parts if isinstance(part, GGUFTensor)])
-    shape, kind = (len(rows), parts[0].shape[1]), kinds.pop()
+    return backend.keep(_matrix(rows, (len(rows), parts[0].shape[1]), kinds.pop()))
+
+
+def _matrix(rows: np.ndarray, shape: tuple[int, int], kind: str | None) -> Matrix:
+    """Rows of stored bytes [N, bytes] of one encoding."""
     if kind in FLOATS:
         return Matrix(FLOATS[kind], shape, to_panels(rows.view("<u2")))
     blocks = rows.reshape(len(rows), shape[1] // GROUP, -1)  # [N, G, bytes]

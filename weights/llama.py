@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from nanokv.backend import Array, Backend
-from nanokv.kernels.matrix import Matrix
 from nanokv.models.llama import Block, LlamaParams, block_shapes
 from nanokv.models.llama_config import LlamaConfig
 from weights.gguf_packed import packed_as_stored
@@ -77,7 +76,7 @@ def read_llama(
     return LlamaParams(config, embedding, blocks, backend.from_numpy(found[NORM].read(dtype)), head)
 
 
-def _kept_ends(embedding: StoredTensor, head: StoredTensor, backend: Backend, tied: bool) -> tuple[Matrix, Matrix] | None:
+def _kept_ends(embedding: StoredTensor, head: StoredTensor, backend: Backend, tied: bool) -> tuple[Array, Array] | None:
     """Embedding and head in the file's own format where both can be kept in it, and need no comparing."""
     if tied and head is not embedding:
         return None

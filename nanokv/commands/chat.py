@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nanokv.commands.options import Computing, block_size_for, cache_options, model_options, sampling_options
+from nanokv.errors import NanoKVError
 
 if TYPE_CHECKING:
     from nanokv.engine import Engine
@@ -32,7 +33,6 @@ def chat(
     """  # fmt: skip
     from nanokv.chat import encode_chat
     from nanokv.engine import Engine
-    from nanokv.errors import NanoKVError
     from nanokv.model import make_options
 
     options["block_size"] = block_size_for(options["kv_dtype"], block_size)
@@ -77,6 +77,9 @@ def _answer(engine: "Engine", prompt: list[int], options: "Options", stats: bool
             sys.stdout.flush()
     except KeyboardInterrupt:
         engine.cancel(run)
+    except NanoKVError:
+        engine.cancel(run)
+        raise
     click.echo()
     if run.finish_reason in NOTES:
         click.echo(f"[ended: {NOTES[run.finish_reason]}]", err=True)

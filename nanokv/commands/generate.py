@@ -70,6 +70,7 @@ def generate(
     --json, "text" is the continuation alone. Several prompts run together.
     """  # fmt: skip
     from nanokv.model import make_options
+    from nanokv.numerics import FAST
 
     if system is not None and not chat:
         raise UsageError("--system goes with --chat")
@@ -93,7 +94,7 @@ def generate(
     if kv_heads is not None:
         model = model.with_kv_heads(kv_heads)
         click.echo(f"note: heads averaged to {kv_heads}; the model was not trained this way", err=True)
-    if model.backend.name == "cupy" and computing.numerics is None:
+    if model.backend.name == "cupy" and model.numerics is FAST and computing.numerics is None:
         click.echo("note: on CuPy the numerics are fast: cached and uncached agree within rounding", err=True)
     prompts_ids = [encode(model, text, chat, system) for text in texts]
     shown = [""] * len(texts) if chat else texts

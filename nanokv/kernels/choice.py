@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nanokv.backend import Array, Backend
 from nanokv.errors import UsageError
-from nanokv.kernels.matrix import FORMATS, pack
+from nanokv.kernels.matrix import FORMATS, Matrix, pack
 from nanokv.numerics import COMPILED, Numerics
 
 KERNELS = ("auto", "numpy", "compiled")
@@ -65,21 +65,21 @@ class PackedMemory(Backend):
     form: str | None = None
 
     def from_numpy(self, array: Array) -> Array:
-        if array.ndim != 2:
-            return array
-        return pack(array, self.form or "float32")
+        return self.table(array) if array.ndim != 2 else self.keep(pack(array, self.form or "float32"))
+
+    def keep(self, matrix: Matrix) -> Array:
+        """A packed matrix, as a file may hold it, in this memory."""
+        return matrix
 
 
 @dataclass(frozen=True)
 class RoundedMemory(Backend):
-    """Host memory in which a matrix is rounded to the format `form` and kept as float32: for the NumPy kernels."""
+    """Memory in which a matrix is rounded to the format `form` and kept as float32: for array code."""
 
     form: str = "float32"
 
     def from_numpy(self, array: Array) -> Array:
-        if array.ndim != 2:
-            return array
-        return pack(array, self.form).to_array()
+        return self.table(array if array.ndim != 2 else pack(array, self.form).to_array())
 
 
 def memory_for(backend: Backend, numerics: Numerics, form: str | None, threads: int | None) -> Backend:
@@ -101,6 +101,4 @@ def memory_for(backend: Backend, numerics: Numerics, form: str | None, threads: 
         raise UsageError("--threads is for the compiled kernels: BLAS reads OPENBLAS_NUM_THREADS")
     if form in (None, "float32"):
         return backend
-    if backend.name != "numpy":
-        raise UsageError(f"weights in {form} are for host memory: use --backend numpy")
     return RoundedMemory(backend.name, backend.xp, form)

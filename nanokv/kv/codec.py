@@ -18,6 +18,7 @@ import numpy as np
 
 from nanokv.backend import Array, Backend, module_of
 from nanokv.errors import UsageError
+from nanokv.kernels import layout
 
 GROUP = 32  # KIVI's group: tokens of one key channel, or channels of one value token
 
@@ -232,13 +233,16 @@ def get_codec(name: str | None, dtype: Any, backend: Backend, scale: float | Non
     """The codec called `name` for arithmetic in `dtype`; None stores K and V as they are computed.
 
     `scale` is fp8's one number for the whole tensor. Raises UsageError for an unknown name, a scale elsewhere, and for
-    formats that the array library lacks.
+    formats that the array library lacks, unless the card's kernels are to read and write them.
     """
     if scale is not None and name != "fp8":
         raise UsageError("a KV scale goes with fp8 only: the other formats keep their own")
     if name in ("bfloat16", "fp8"):
-        if backend.name == "cupy":
-            raise UsageError(f"KV format {name} is not available on cupy, which has no such type: use float16 or int8")
+        if backend.name == "cupy" and not backend.kernels:
+            raise UsageError(
+                f"KV format {name} is not available on cupy, which has no such type: use float16 or int8, or --numerics exact, "
+                "whose kernels read and write it"
+            )
         import ml_dtypes
 
         if name == "bfloat16":
@@ -253,3 +257,17 @@ def get_codec(name: str | None, dtype: Any, backend: Backend, scale: float | Non
         raise UsageError(f"unknown KV format {name!r}: choose one of {', '.join(CODECS)}")
     stored = np.dtype(formats[name]).type
     return FloatCodec(name or np.dtype(dtype).name, stored, dtype)
+
+
+def codec_number(codec: Codec) -> int:
+    """The kernels' number of a codec. UsageError for one that they do not know."""
+    if isinstance(codec, KiviCodec):
+        return layout.INT4
+    if isinstance(codec, ScaledCodec):
+        if codec.name == "int8":
+            return layout.INT8
+        return layout.FP8 if codec.scale is None else layout.FP8_FIXED
+    names = {"float32": layout.FLOAT32, "float16": layout.FLOAT16, "bfloat16": layout.BFLOAT16}
+    if isinstance(codec, FloatCodec) and codec.name in names:
+        return names[codec.name]
+    raise UsageError(f"the compiled kernels do not read KV format {codec.name}: use --kernels numpy")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nanokv.backend import NUMPY, Array, Backend
+from nanokv.backend import NUMPY, Array, Backend, asking_for
 from nanokv.errors import CapacityError, UsageError
 from nanokv.kv.codec import Codec, get_codec
 from nanokv.kv.pages import Pages, sources_of
@@ -46,6 +46,7 @@ class ContiguousCache:
         ]
         self._own = OwnTile(num_layers, num_kv_heads, head_dim, dtype, backend) if self.codec.own_tile else None
         self._sources: np.ndarray | None = None  # once asked for
+        self._xp = backend.xp
         self._length = 0  # tokens that count
         self._end = 0  # tokens written, those of an unfinished step included
 
@@ -175,8 +176,9 @@ class ContiguousCache:
         """An independent cache with the same tokens and capacity."""
         other = object.__new__(ContiguousCache)
         other.__dict__.update(self.__getstate__())
-        other._rings = [ring.copy() for ring in self._rings]
-        other._own = self._own.copy() if self._own else None
+        with asking_for("a copy of a cache", "keep fewer caches", self._xp):
+            other._rings = [ring.copy() for ring in self._rings]
+            other._own = self._own.copy() if self._own else None
         return other
 
 

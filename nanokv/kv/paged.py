@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from nanokv.backend import NUMPY, Array, Backend
+from nanokv.backend import NUMPY, Array, Backend, asking_for
 from nanokv.errors import UsageError
 from nanokv.kv.block_pool import NULL_BLOCK, BlockPool
 from nanokv.kv.codec import Codec, get_codec
@@ -54,6 +54,7 @@ class PagedPool:
         self.storage = Storage(num_layers, num_blocks, block_size, num_kv_heads, head_dim, self.codec, backend)
         self.storage.clear(0, block_size)  # the null block
         self._own = (num_layers, num_kv_heads, head_dim, dtype, backend)
+        self.xp = backend.xp
         windows = tuple((each.window, each.sinks, each.streaming) for each in self.visibility)
         self.extra = tagged({"codec": self.codec.name, "visibility": repr(windows), **(extra_keys or {})})
 
@@ -67,7 +68,8 @@ class PagedPool:
 
     def new_sequence(self) -> "PagedCache":
         """An empty sequence; it takes blocks as it grows."""
-        return PagedCache(self)
+        with asking_for("a sequence's own tile", "keep fewer sequences", self.xp):
+            return PagedCache(self)
 
     def new_own_tile(self) -> OwnTile | None:
         return OwnTile(*self._own) if self.codec.own_tile else None
@@ -85,18 +87,19 @@ class _Place:
 class PagedCache:
     """One sequence of a pool."""
 
-    def __init__(self, pool: PagedPool):
+    def __init__(self, pool: PagedPool, own: OwnTile | None = None):
         self.pool = pool
         self.block_table: list[int] = []  # the null block where a window has dropped one
         self._length = 0
         self._end = 0
         self._written = 0  # slots up to this position may hold tokens that never counted, or no longer do
-        self._own = pool.new_own_tile()
+        self._own = own or pool.new_own_tile()
         self._tokens: Sequence[int] = ()  # as far as publish() was told
         self._keys: list[BlockKey] = []  # of the full blocks that were published
         self._layout: dict[tuple[int, int], list[_Place]] = {}
         self._grids: dict[tuple[tuple[int, int], tuple[int, int]], tuple[np.ndarray, np.ndarray]] = {}
         self._dropped = 0  # entries of the table that a window has let go
+        self._slots: Array | slice = slice(0, 0)  # of this step's tokens
 
     @property
     def length(self) -> int:
@@ -140,27 +143,35 @@ class PagedCache:
         return offset > 0 and self.pool.blocks.ref_cnt(self.block_table[block]) > 1
 
     def extend(self, count: int) -> np.ndarray:
-        """Room for `count` more tokens. OutOfBlocks leaves pool and table as they were."""
+        """Room for `count` more tokens. OutOfBlocks leaves pool and table as they were; so does a card that fails, for want
+        of memory say, while blocks are made ready."""
         if count < 1:
             raise UsageError(f"a step needs at least 1 token, not {count}")
         pool, blocks = self.pool, self.pool.blocks
+        at, copies = self._length // pool.block_size, self.copies_on_write
         new = blocks.get_new_blocks(self.blocks_needed(count))
-        if self.copies_on_write:
-            at, target = self._length // pool.block_size, new.pop()
-            source, self.block_table[at] = self.block_table[at], target
-            pool.storage.copy_unit(source, target)
+        try:
+            for block in new[: len(new) - copies]:
+                pool.storage.clear(block * pool.block_size, (block + 1) * pool.block_size)
+            if copies:
+                pool.storage.copy_unit(self.block_table[at], new[-1])
+        except Exception:
+            blocks.free_blocks(new[::-1])
+            raise
+        if copies:
+            source, self.block_table[at] = self.block_table[at], new.pop()
             blocks.free_blocks([source])
-            blocks.copied(source, target)
+            blocks.copied(source, self.block_table[at])
         elif self._length % pool.block_size:  # after a truncation it may be full and in the index
-            blocks.forget(self.block_table[self._length // pool.block_size])
-        self._clear(self._length, self._written)
-        for block in new:
-            pool.storage.clear(block * pool.block_size, (block + 1) * pool.block_size)
+            blocks.forget(self.block_table[at])
         self.block_table += new
         self._layout, self._grids = {}, {}
+        self._clear(self._length, self._written)
         self._end = self._written = self._length + count
         if self._own:
             self._own.extend(self._length, self._end)
+        else:
+            self._slots = pool.storage.slots(self.slot_mapping(self._length, self._end))
         return np.arange(self._length, self._end)
 
     def slot_mapping(self, start: int, stop: int) -> np.ndarray:
@@ -175,7 +186,7 @@ class PagedCache:
     def write(self, layer: int, k: Array, v: Array) -> None:
         storage = self.pool.storage
         if self._own is None:
-            storage.write(layer, self.slot_mapping(self._length, self._end), k, v)
+            storage.write(layer, self._slots, k, v)
             return
         self._own.write(layer, self._length, k, v)
         for tile in range(self._length // TILE, self._end // TILE):
@@ -253,18 +264,19 @@ class PagedCache:
         self.pool.blocks.free_blocks(self.block_table[::-1])
         self.block_table, self._tokens, self._keys, self._layout, self._grids = [], (), [], {}, {}
         self._length = self._end = self._written = self._dropped = 0
-        self._own = self.pool.new_own_tile()
+        if self._own:
+            self._own.restart(0)
 
     def fork(self) -> "PagedCache":
         """Another sequence with the same tokens, sharing every block."""
-        other = PagedCache(self.pool)
+        with asking_for("a fork's own tile", "keep fewer sequences", self.pool.xp):
+            other = PagedCache(self.pool, self._own and self._own.copy())
         keep = -(-self._length // self.pool.block_size)
         self.pool.blocks.touch(self.block_table[:keep])
         other.block_table, other._keys = self.block_table[:keep], list(self._keys)
         other._length = other._end = self._length
         other._written = min(self._written, keep * self.pool.block_size)
         other._dropped = self._dropped
-        other._own = self._own.copy() if self._own else None
         return other
 
     copy = fork

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanokv.backend import Array, address_of
-from nanokv.errors import UsageError
 from nanokv.kernels import layout
-from nanokv.kv.codec import Codec, FloatCodec, KiviCodec, ScaledCodec
+from nanokv.kv.codec import codec_number as codec_number
 from nanokv.kv.storage import Storage
 from nanokv.kv.tile import TILE
 
@@ -30,8 +29,7 @@ class Pages:
     @property
     def key(self) -> tuple[int, float]:
         """What the sequences of one call must have in common."""
-        codec = self.storage.codec
-        return self.storage.unit_size, float(getattr(codec, "scale", None) or 1.0)
+        return self.storage.unit_size, self.storage.fixed
 
     def table(self) -> np.ndarray:
         """A line of layout.py's columns for each tile, the own one last."""
@@ -71,17 +69,3 @@ def tile_line(number: int, k: Array, v: Array) -> np.ndarray:
     line[[layout.NUMBER, layout.CODEC, layout.HIGH]] = number, layout.FLOAT32, layout.NO_LIMIT
     line[[layout.KEYS, layout.VALUES]] = address_of(k), address_of(v)
     return line
-
-
-def codec_number(codec: Codec) -> int:
-    """The kernels' number of a codec. UsageError for one that they do not know."""
-    if isinstance(codec, KiviCodec):
-        return layout.INT4
-    if isinstance(codec, ScaledCodec):
-        if codec.name == "int8":
-            return layout.INT8
-        return layout.FP8 if codec.scale is None else layout.FP8_FIXED
-    names = {"float32": layout.FLOAT32, "float16": layout.FLOAT16, "bfloat16": layout.BFLOAT16}
-    if isinstance(codec, FloatCodec) and codec.name in names:
-        return names[codec.name]
-    raise UsageError(f"the compiled kernels do not read KV format {codec.name}: use --kernels numpy")

@@ -5,24 +5,33 @@ offset. Symbols: L layers, U units, S tokens a unit, n units of a run, H key-val
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from nanokv.backend import Array, Backend
 from nanokv.errors import UsageError
-from nanokv.kv.codec import Codec
+from nanokv.kernels.layout import INT4
+from nanokv.kv.codec import Codec, Plane, codec_number
 from nanokv.kv.tile import TILE
+from nanokv.numerics import compiled_kernels
 
 
 class Storage:
-    """k and v: lists of planes, each [L, U, S / tokens an entry, *entry]. The first of each holds the codes."""
+    """k and v: lists of planes, each [L, U, S / tokens an entry, *entry]. The first of each holds the codes.
+
+    With a backend whose `kernels` are to read and write, the card's append kernels write float32 keys and values, in every
+    format that they have, and a plane of a type that the array library lacks holds the same bits as unsigned numbers.
+    """
 
     def __init__(
         self, num_layers: int, num_units: int, unit_size: int, num_kv_heads: int, head_dim: int, codec: Codec, backend: Backend
     ):
         self.codec, self.unit_size, self.head_dim, self._backend = codec, unit_size, head_dim, backend
-        self.specs = codec.planes(num_kv_heads, head_dim)
+        self.fixed = float(getattr(codec, "scale", None) or 1.0)  # what the kernels are told of a codec's one scale
+        keys, values = codec.planes(num_kv_heads, head_dim)
+        self.specs = [_held(spec, backend) for spec in keys], [_held(spec, backend) for spec in values]
         for plane in (plane for planes in self.specs for plane in planes):
             if unit_size % plane.tokens:
                 raise UsageError(
@@ -33,6 +42,11 @@ class Storage:
             [backend.xp.empty((num_layers, num_units, unit_size // p.tokens, *p.shape), dtype=p.dtype) for p in planes]
             for planes in self.specs
         )
+        self._raw = any(plane.dtype != spec.dtype for plane, spec in zip(self.k, keys, strict=True))
+        number = codec_number(codec) if backend.kernels else None
+        self._appended = None if number == INT4 else number  # the format in which an append kernel writes; else array code does
+        if self._appended is not None:  # every slot's number, on the card: consecutive ones are a view of it
+            self._every = backend.table(np.arange(num_units * unit_size, dtype=np.int32))
 
     @property
     def planes(self) -> list[Array]:
@@ -48,8 +62,22 @@ class Storage:
         """Bytes of K and V that one token takes over all layers, scales included."""
         return self.nbytes / (self.k[0].shape[1] * self.unit_size)
 
-    def write(self, layer: int, slots: np.ndarray | slice, k: Array, v: Array) -> None:
-        """k, v [N, H, D] into `slots` (host, [N]): whole groups in order where the codec has groups."""
+    def slots(self, slots: np.ndarray) -> Array | slice:
+        """Slots [N] as write() takes them, for all layers of a step: on the card where its kernels write, sent only if they
+        are not consecutive."""
+        if self._appended is None:
+            return slots
+        if (np.diff(slots) == 1).all():
+            return slice(int(slots[0]), int(slots[-1]) + 1)
+        return self._backend.table(slots.astype(np.int32))
+
+    def write(self, layer: int, slots: Array | slice, k: Array, v: Array) -> None:
+        """k, v [N, H, D] into `slots` (a slice, or [N] from slots()): whole groups in order where the codec has groups."""
+        if self._appended is not None:
+            there = self._every[slots] if isinstance(slots, slice) else slots
+            k_planes, v_planes = ([plane[layer] for plane in planes] for planes in (self.k, self.v))
+            compiled_kernels(k).append(k, v, there, self._appended, k_planes, v_planes, self.fixed)
+            return
         for planes, specs, entries in zip((self.k, self.v), self.specs, self.codec.encode(k, v), strict=True):
             for plane, spec, entry in zip(planes, specs, entries, strict=True):
                 flat = plane[layer].reshape(-1, *spec.shape)
@@ -65,12 +93,15 @@ class Storage:
         for planes, specs in zip((self.k, self.v), self.specs, strict=True):
             for plane, spec in zip(planes, specs, strict=True):
                 flat = plane.reshape(plane.shape[0], -1, *spec.shape)
-                flat[:, start // spec.tokens : -(-stop // spec.tokens)] = np.zeros((), spec.dtype)[()]
+                flat[:, start // spec.tokens : -(-stop // spec.tokens)] = np.zeros((), plane.dtype)[()]
 
     def copy_unit(self, source: int, target: int) -> None:
         """Everything of one unit into another, all layers: codes and scales."""
         for plane in self.planes:
-            plane[:, target] = plane[:, source]
+            if self._backend.kernels:
+                compiled_kernels(plane).copy_unit(plane, source, target)
+            else:
+                plane[:, target] = plane[:, source]
 
     def copy(self) -> "Storage":
         """An independent storage with the same content."""
@@ -90,13 +121,22 @@ class Storage:
         return self._tiles(*([xp.take(plane[layer], index, axis=0) for plane in planes] for planes in (self.k, self.v)))
 
     def _tiles(self, k: list[Array], v: list[Array]) -> tuple[Array, Array]:
-        """Planes of n' units -> k, v of n tiles."""
+        """Planes of n' units -> k, v of n tiles. UsageError for bits that only the kernels can read."""
+        if self._raw:
+            raise UsageError(f"KV format {self.codec.name} on a card is read by its exact kernels only: use --numerics exact")
 
         def as_tiles(planes: list[Array], which: int) -> list[Array]:
             return [a.reshape(-1, TILE // s.tokens, *s.shape) for a, s in zip(planes, self.specs[which], strict=True)]
 
         k, v = as_tiles(k, 0), as_tiles(v, 1)
         return (k[0], v[0]) if self.codec.lossless else self.codec.decode(k, v, self.head_dim)
+
+
+def _held(spec: Plane, backend: Backend) -> Plane:
+    """The plane as the backend's memory can hold it: CuPy has no types but NumPy's own, so the bits of others lie there as
+    unsigned numbers."""
+    kind = np.dtype(spec.dtype)
+    return replace(spec, dtype=np.dtype(f"u{kind.itemsize}")) if backend.kernels and kind.isbuiltin != 1 else spec
 
 
 class OwnTile:
@@ -109,19 +149,27 @@ class OwnTile:
         self.first = 0
         self._xp = backend.xp
         self.k, self.v = (backend.xp.zeros((num_layers, TILE, num_kv_heads, head_dim), dtype=dtype) for _ in range(2))
+        self._following: tuple[Array, Array] | None = None  # memory of the tile that a step goes on to
 
     def extend(self, length: int, end: int) -> None:
-        """Room for the tokens length .. end - 1; what lies past `length` is cleared."""
+        """Room for the tokens length .. end - 1; what lies past `length` is cleared. The memory of the tile that the step ends
+        in is taken here too: settle() can find no lack of it."""
         tiles = (end - 1) // TILE - self.first + 1
         keep = length - self.first * TILE
-        for name in ("k", "v"):
-            old = getattr(self, name)
-            if tiles * TILE > old.shape[1]:
-                new = self._xp.zeros((old.shape[0], tiles * TILE, *old.shape[2:]), dtype=old.dtype)
-                new[:, :keep] = old[:, :keep]
-                setattr(self, name, new)
+        grown = tiles * TILE != self.k.shape[1]
+        new = self._zeros(tiles) if grown else (self.k, self.v)
+        following = self._zeros(1) if end // TILE != self.first else None
+        for to, old in zip(new, (self.k, self.v), strict=True):
+            if grown:
+                to[:, :keep] = old[:, :keep]
             else:
-                old[:, keep:] = 0
+                to[:, keep:] = 0
+        (self.k, self.v), self._following = new, following
+
+    def _zeros(self, tiles: int) -> tuple[Array, Array]:
+        layers, _, *entry = self.k.shape
+        k, v = (self._xp.zeros((layers, tiles * TILE, *entry), dtype=self.k.dtype) for _ in range(2))
+        return k, v
 
     def write(self, layer: int, length: int, k: Array, v: Array) -> None:
         start = length - self.first * TILE
@@ -136,19 +184,18 @@ class OwnTile:
     def settle(self, length: int) -> None:
         """Keeps the tile that the next token goes to."""
         start = (length // TILE - self.first) * TILE
-        if start:
-            for name in ("k", "v"):
-                old = getattr(self, name)
-                new = self._xp.zeros((old.shape[0], TILE, *old.shape[2:]), dtype=old.dtype)
+        if start and self._following:
+            for new, old in zip(self._following, (self.k, self.v), strict=True):
                 new[:, : length % TILE] = old[:, start : start + length % TILE]
-                setattr(self, name, new)
+            (self.k, self.v), self._following = self._following, None
             self.first = length // TILE
 
     def restart(self, length: int) -> None:
         """After truncation to `length`: what is left of this tile, or an empty one at a tile's edge."""
         if length % TILE == 0:
             self.first = length // TILE
-            self.k, self.v = (self._xp.zeros((a.shape[0], TILE, *a.shape[2:]), dtype=a.dtype) for a in (self.k, self.v))
+            self.k[...] = 0
+            self.v[...] = 0
 
     def holds(self, length: int) -> bool:
         """Whether a truncation to `length` finds its last tokens in full precision, or needs none."""
@@ -157,7 +204,7 @@ class OwnTile:
     def copy(self) -> "OwnTile":
         other = object.__new__(OwnTile)
         other.__dict__.update(self.__dict__)
-        other.k, other.v = self.k.copy(), self.v.copy()
+        other.k, other.v, other._following = self.k.copy(), self.v.copy(), None
         return other
 
 

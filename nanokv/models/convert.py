@@ -3,7 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from nanokv.backend import Array, module_of
+import numpy as np
+
+from nanokv.backend import Array, module_of, to_numpy
 from nanokv.errors import UsageError
 from nanokv.kernels.matrix import Matrix, pack
 from nanokv.models import gpt2, llama
@@ -17,7 +19,8 @@ def pool_kv_heads(params: Params, num_kv_heads: int) -> Params:
     2305.13245), which then trains on; here nothing does, so the model's text gets worse.
 
     A packed matrix of queries, keys and values becomes one of float32, since a mean has no place among the quantised weights;
-    all others stay as they are. Raises UsageError for a number that does not divide the present one.
+    all others stay as they are. The means are made on the host, so that they are the same everywhere. Raises UsageError for a
+    number that does not divide the present one.
     """
     config = params.config
     if num_kv_heads < 1 or config.num_kv_heads % num_kv_heads:
@@ -27,15 +30,22 @@ def pool_kv_heads(params: Params, num_kv_heads: int) -> Params:
     split = config.num_heads * config.head_dim
     stacked = (2, num_kv_heads, config.num_kv_heads // num_kv_heads, config.head_dim)
 
-    def pooled(rows: Array) -> Array:
+    def pooled(rows: np.ndarray) -> np.ndarray:
         """Queries, keys and values stacked: [(Hq + 2 Hkv) D, ...]"""
         kv = rows[split:].reshape(*stacked, *rows.shape[1:]).mean(axis=2).reshape(-1, *rows.shape[1:])
-        return module_of(rows).concatenate([rows[:split], kv])
+        return np.concatenate([rows[:split], kv])
+
+    def in_place_of(array: Array) -> Array:
+        """The pooled rows, where the array lies and as it does."""
+        if isinstance(array, Matrix):
+            return pack(pooled(array.to_array()))
+        if hasattr(array, "to_host"):  # packed on a card
+            return array.beside(pack(pooled(array.to_host().to_array())))
+        return module_of(array).asarray(pooled(to_numpy(array)))
 
     def fewer(block: Block) -> Block:
-        weight, bias = block.qkv_weight, None if block.qkv_bias is None else pooled(block.qkv_bias)
-        fewer_rows = pack(pooled(weight.to_array())) if isinstance(weight, Matrix) else pooled(weight)
-        return replace(block, qkv_weight=fewer_rows, qkv_bias=bias)
+        bias = None if block.qkv_bias is None else in_place_of(block.qkv_bias)
+        return replace(block, qkv_weight=in_place_of(block.qkv_weight), qkv_bias=bias)
 
     changes: dict[str, Any] = {"config": replace(config, num_kv_heads=num_kv_heads), "blocks": tuple(map(fewer, params.blocks))}
     return replace(params, **changes)

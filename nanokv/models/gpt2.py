@@ -85,14 +85,23 @@ def forward(
     says of which rows to compute logits: a prefill needs the last only. Raises TokenizerError for an unknown id and
     CapacityError past the model's positions or the cache's capacity, before anything is written.
     """
-    hidden = hidden_states(params, tokens, cache, numerics=numerics)
+    hidden = _layers(params, tokens, cache, numerics)
     if not isinstance(rows, slice):
         rows = module_of(hidden).asarray(np.asarray(rows, dtype=np.int64))
-    return unembed(params, hidden[rows], numerics=numerics)
+    logits = unembed(params, hidden[rows], numerics=numerics)
+    cache.commit()
+    return logits
 
 
 def hidden_states(params: GPT2Params, tokens: np.ndarray, cache: Cache | Batch, *, numerics: Numerics = EXACT) -> Array:
     """The last layer's output before the final norm: ids [R] -> [R, E]. Otherwise as forward()."""
+    x = _layers(params, tokens, cache, numerics)
+    cache.commit()
+    return x
+
+
+def _layers(params: GPT2Params, tokens: np.ndarray, cache: Cache | Batch, numerics: Numerics) -> Array:
+    """hidden_states() up to the commit, before which everything that can fail has to come."""
     config = params.config
     xp = module_of(params.wte)
     tokens = check_tokens(tokens, config.vocab_size)
@@ -103,13 +112,11 @@ def hidden_states(params: GPT2Params, tokens: np.ndarray, cache: Cache | Batch, 
     if numerics is COMPILED and can_record(params.wte) and config.activation == "gelu_new":
         found = params.recorded(len(tokens), _record).run(tokens, learned, positions, cache)
         if found is not None:
-            cache.commit()
             return found
     x = params.wte[xp.asarray(tokens)] + params.wpe[xp.asarray(learned)]  # [R, E]
     for layer, block in enumerate(params.blocks):
         x += _attention(x, block, layer, config, positions, cache, numerics)
         x += _mlp(x, block, config, numerics)
-    cache.commit()
     return x
 
 

@@ -99,14 +99,23 @@ def forward(
     needs the last only. Raises TokenizerError for an unknown id, UsageError for a cache that this model cannot work with,
     and CapacityError past the model's positions or the cache's capacity, all before anything is written.
     """
-    hidden = hidden_states(params, tokens, cache, numerics=numerics)
+    hidden = _layers(params, tokens, cache, numerics)
     if not isinstance(rows, slice):
         rows = module_of(hidden).asarray(np.asarray(rows, dtype=np.int64))
-    return unembed(params, hidden[rows], numerics=numerics)
+    logits = unembed(params, hidden[rows], numerics=numerics)
+    cache.commit()
+    return logits
 
 
 def hidden_states(params: LlamaParams, tokens: np.ndarray, cache: Cache | Batch, *, numerics: Numerics = EXACT) -> Array:
     """The last layer's output before the final norm: ids [R] -> [R, E]. Otherwise as forward()."""
+    x = _layers(params, tokens, cache, numerics)
+    cache.commit()
+    return x
+
+
+def _layers(params: LlamaParams, tokens: np.ndarray, cache: Cache | Batch, numerics: Numerics) -> Array:
+    """hidden_states() up to the commit, before which everything that can fail has to come."""
     config = params.config
     xp = module_of(params.embedding)
     tokens = check_tokens(tokens, config.vocab_size)
@@ -120,13 +129,11 @@ def hidden_states(params: LlamaParams, tokens: np.ndarray, cache: Cache | Batch,
     if numerics is COMPILED and can_record(params.embedding):
         x = params.recorded(len(tokens), _record).run(tokens, inside, positions, cache, (*turn, *(turn_sinks or ())))
         if x is not None:
-            cache.commit()
             return x
     x = params.embedding[xp.asarray(tokens)]  # [R, E]
     for layer, block in enumerate(params.blocks):
         x += _attention(x, block, layer, config, turn, turn_sinks, positions, cache, numerics)
         x += _mlp(x, block, config, numerics)
-    cache.commit()
     return x
 
 

@@ -1,22 +1,35 @@
 """The stand-in for CuPy (tests/stand_in.py) with the part that launches kernels: RawModule, whose kernels run on this CPU
 through the header. So the host side of nanokv/kernels/cuda runs as it would on a card, and what it asks of the card is
-counted: launches, copies to and from it, and memory that a pool would have to get from the driver.
+counted: launches, copies to and from it, arrays that are written by array code, and memory that a pool would have to get
+from the driver. Memory can be made to run out at any request.
 """
 
 import weakref
 from collections import Counter
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from nanokv.backend import NUMPY, Backend, get_backend
+from nanokv.kernels.choice import PackedMemory
+from nanokv.kernels.cuda.arrays import CardMemory
 from nanokv.kernels.cuda.program import FILES, OPTIONS, source
 from tests import stand_in
 from tests.cuda.machine import bytes_of, check_limits, launch
 
 CHUNK = 512  # what CuPy's pool rounds sizes up to; a freed piece serves the next request of its size
+
+
+class OutOfMemoryError(MemoryError):
+    """cupy.cuda.memory.OutOfMemoryError."""
+
+    def __init__(self, size: int, total: int):
+        super().__init__(f"Out of memory allocating {size:,} bytes (allocated so far: {total:,} bytes).")
 
 
 class Meter:
@@ -27,6 +40,17 @@ class Meter:
         self.memory: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
         self.free: Counter[int] = Counter()
         self.captured: list[tuple[Any, ...]] | None = None  # launches of the graph that is being captured
+        self.requests = 0  # arrays that came to be, in memory of their own
+        self.most: int | None = None  # requests that are granted
+
+    @contextmanager
+    def refusing(self, granted: int) -> Iterator[None]:
+        """Inside, only so many more requests for memory are granted."""
+        self.most = self.requests + granted
+        try:
+            yield
+        finally:
+            self.most = None
 
     def read(self) -> dict[str, int]:
         found, self.counts = dict(self.counts), Counter()
@@ -42,6 +66,9 @@ class Meter:
         whole = root(array)
         if id(whole) in self.memory:
             return
+        if self.requests == self.most:
+            raise OutOfMemoryError(whole.nbytes, sum(each.nbytes for each in list(self.memory.values())))
+        self.requests += 1
         self.memory[id(whole)] = whole
         size = -(-whole.nbytes // CHUNK) * CHUNK
         if self.free[size]:
@@ -69,10 +96,22 @@ def root(array: np.ndarray) -> np.ndarray:
     return array
 
 
+def both_memories(form: str | None = None) -> tuple[PackedMemory, CardMemory]:
+    """Where weights go on the host and on the card."""
+    card = get_backend("cupy")
+    return PackedMemory(NUMPY.name, NUMPY.xp, form), CardMemory(card.name, card.xp, form)
+
+
+def kv_memory() -> Backend:
+    """Where caches go on the card, in exact numerics."""
+    return replace(get_backend("cupy"), kernels=True)
+
+
 def install(monkeypatch: pytest.MonkeyPatch, meter: Meter, capability: str = "90") -> ModuleType:
     """Puts the module in the place of cupy for one test."""
     cupy = stand_in.module()
     make, take, send = stand_in.DeviceArray.__init__, stand_in.DeviceArray.get, cupy.asarray
+    write = stand_in.DeviceArray.__setitem__
 
     def init(self: Any, data: np.ndarray) -> None:
         make(self, data)
@@ -90,6 +129,10 @@ def install(monkeypatch: pytest.MonkeyPatch, meter: Meter, capability: str = "90
     def put(self: Any, values: np.ndarray) -> None:
         meter.count("copies to the card")
         self.data[...] = values
+
+    def set_item(self: Any, key: Any, value: Any) -> None:
+        meter.count("array writes")
+        write(self, key, value)
 
     class Module:
         def __init__(self, *, code: str, options: tuple[str, ...], name_expressions: tuple[str, ...]):
@@ -116,6 +159,7 @@ def install(monkeypatch: pytest.MonkeyPatch, meter: Meter, capability: str = "90
     monkeypatch.setattr(stand_in.DeviceArray, "__init__", init)
     monkeypatch.setattr(stand_in.DeviceArray, "get", get)
     monkeypatch.setattr(stand_in.DeviceArray, "set", put)
+    monkeypatch.setattr(stand_in.DeviceArray, "__setitem__", set_item)
     cupy.asarray, cupy.RawModule = asarray, Module
 
     class Stream(AbstractContextManager):
@@ -141,6 +185,6 @@ def install(monkeypatch: pytest.MonkeyPatch, meter: Meter, capability: str = "90
     cupy.cuda = SimpleNamespace(
         Stream=Stream,
         Device=lambda: SimpleNamespace(compute_capability=capability, id=0),
-        runtime=SimpleNamespace(getDeviceProperties=lambda _: {"name": b"stand-in"}),
+        runtime=SimpleNamespace(getDeviceProperties=lambda _: {"name": b"stand-in"}, memGetInfo=lambda: (1024, 16_000)),
     )
     return cupy

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 pytest.importorskip("numba", exc_type=ImportError)
+import cli
 import nanokv
 from nanokv.backend import NUMPY, get_backend
 from nanokv.errors import BackendError, CapacityError, UsageError
-from nanokv.kernels.choice import PackedMemory
-from nanokv.kernels.cuda.arrays import CardMatrix, CardMemory, linear
+from nanokv.kernels.cuda.arrays import CardMatrix, linear
 from nanokv.kernels.cuda.card import Card
 from nanokv.kv.spec import CacheSpec
 from nanokv.kv.tile import Batch
@@ -21,29 +21,14 @@ from nanokv.models import gpt2, llama
 from nanokv.models.decode_step import DecodeStep
 from nanokv.numerics import COMPILED, FAST
 from tests import stand_in
-from tests.cuda.machine import compiler
-from tests.cuda.stand_in import Meter, install
+from tests.cuda.stand_in import Meter, both_memories, install, kv_memory
 from tests.kernels import logits
 from tests.llama_support import small_llama
 from tests.support import small_config
 
-
-@pytest.fixture
-def meter(monkeypatch):
-    compiler()
-    found = Meter()
-    monkeypatch.setitem(sys.modules, "cupy", install(monkeypatch, found))
-    return found
-
-
-def both_memories(form):
-    card = get_backend("cupy")
-    return PackedMemory(NUMPY.name, NUMPY.xp, form), CardMemory(card.name, card.xp, form)
-
-
 CACHES = [
     CacheSpec(), CacheSpec("paged", 16), CacheSpec("paged", 32, kv_dtype="int4"), CacheSpec("paged", 16, 20, kv_dtype="int8"),
-    CacheSpec(kv_dtype="float16"),
+    CacheSpec(kv_dtype="float16"), CacheSpec("paged", 16, kv_dtype="bfloat16"), CacheSpec(kv_dtype="fp8", window=40),
 ]  # fmt: skip
 
 
@@ -58,7 +43,7 @@ def test_a_model_on_the_card_has_the_processors_bits(meter, spec, family, form):
     for memory in (host, card):
         there = params.to(memory)
         shape = config.visibility(), config.num_kv_heads, config.head_dim
-        plain = NUMPY if memory is host else get_backend("cupy")
+        plain = NUMPY if memory is host else kv_memory()
         if spec.kind == "paged":
             pool = spec.pool(*shape, 40, np.float32, plain)
             caches = [pool.new_sequence() for _ in range(2)]
@@ -92,9 +77,7 @@ def test_a_decoded_token_copies_nothing_back_and_gets_no_memory(meter, family):
     config = small_config(dim=16) if family is gpt2 else small_llama(heads=4, kv_heads=2, dim=16)
     _, card = both_memories(None)
     params = family.random_params(config).to(card)
-    pool = CacheSpec("paged", 16).pool(
-        config.visibility(), config.num_kv_heads, config.head_dim, 12, np.float32, get_backend("cupy")
-    )
+    pool = CacheSpec("paged", 16).pool(config.visibility(), config.num_kv_heads, config.head_dim, 12, np.float32, kv_memory())
     cache, seen = pool.new_sequence(), []
     for token in range(30):
         family.forward(params, [token % 50], cache, numerics=COMPILED)
@@ -103,10 +86,12 @@ def test_a_decoded_token_copies_nothing_back_and_gets_no_memory(meter, family):
     assert all(counts.get("allocations", 0) == 0 for counts in later)
     assert all(counts.get("copies from the card", 0) == 0 for counts in later)
     assert len({counts["launches"] for counts in later}) == 1
-    assert max(counts["copies to the card"] for counts in later) <= 8 + 3 * config.num_layers
+    assert max(counts["copies to the card"] for counts in later) <= 4 + config.num_layers
 
 
-@pytest.mark.parametrize(("family", "kv_dtype", "window"), [(gpt2, None, None), (gpt2, "int8", 20), (llama, "float16", None)])
+@pytest.mark.parametrize(
+    ("family", "kv_dtype", "window"), [(gpt2, None, None), (gpt2, "int8", 20), (llama, "float16", None), (gpt2, "fp8", None)]
+)
 def test_a_captured_step_gives_the_bits_of_forward(meter, family, kv_dtype, window):
     """Three sequences, one of them across the edge of a tile: every step of one graph, against the compiled CPU kernels. While
     it runs, nothing is allocated, copied or loaded."""
@@ -114,7 +99,7 @@ def test_a_captured_step_gives_the_bits_of_forward(meter, family, kv_dtype, wind
     params, spec = family.random_params(config, scale=0.2), CacheSpec("paged", 16, window, None, kv_dtype)
     host, card = both_memories(None)
     shape = config.visibility(), config.num_kv_heads, config.head_dim
-    pools = [spec.pool(*shape, 30, np.float32, memory) for memory in (NUMPY, get_backend("cupy"))]
+    pools = [spec.pool(*shape, 30, np.float32, memory) for memory in (NUMPY, kv_memory())]
     there = [params.to(memory) for memory in (host, card)]
     caches = [[pool.new_sequence() for _ in range(3)] for pool in pools]
     rng = np.random.default_rng(0)
@@ -183,6 +168,16 @@ def test_exact_on_cupy_is_the_compiled_kernels(meter):
         choose_numerics("exact", cupy, dtype="float64")
     with pytest.raises(UsageError, match="takes the compiled kernels"):
         choose_numerics("exact", cupy, "numpy")
+
+
+@pytest.mark.parametrize(("flags", "noted"), [
+    ([], True), (["--numerics", "fast"], False), (["--numerics", "exact"], False), (["--kernels", "compiled"], False),
+])  # fmt: skip
+def test_the_note_on_fast_numerics_is_for_those_who_did_not_ask(meter, capsys, flags, noted):
+    with pytest.raises(SystemExit) as ended:
+        cli.main.main(["generate", "Once", "--backend", "cupy", "--max-tokens", "2", *flags])
+    assert ended.value.code == 0
+    assert ("the numerics are fast" in capsys.readouterr().err) == noted
 
 
 def test_an_old_card_is_refused_by_name(monkeypatch):

@@ -5,6 +5,7 @@ CuPy's memory pool, so that after the first steps the driver is asked for nothin
 copied from it; attend() sends its tables, in one piece.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import ModuleType
@@ -12,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from nanokv.backend import Array, Backend, module_of
+from nanokv.backend import Array, module_of, to_numpy
+from nanokv.kernels.choice import PackedMemory
 from nanokv.kernels.cuda import launches
 from nanokv.kernels.cuda.card import Card
 from nanokv.kernels.cuda.launches import Tables
 from nanokv.kernels.cuda.tables import ARRAYS, host_tables
-from nanokv.kernels.matrix import pack
+from nanokv.kernels.matrix import Matrix
 
 F = np.float32
 
@@ -61,6 +63,21 @@ class CardMatrix:
     def __len__(self) -> int:
         return self.shape[0]
 
+    @classmethod
+    def sent(cls, matrix: Matrix, xp: ModuleType) -> "CardMatrix":
+        """A matrix of the host's, its planes as they are."""
+        planes = (None if plane is None else xp.asarray(plane) for plane in (matrix.codes, matrix.scales, matrix.lows))
+        return cls(matrix.form, matrix.shape, *planes)
+
+    def to_host(self) -> Matrix:
+        """The same in host memory."""
+        rest = (None if plane is None else to_numpy(plane) for plane in (self.scales, self.lows))
+        return Matrix(self.form, self.shape, to_numpy(self.codes), *rest)
+
+    def beside(self, matrix: Matrix) -> "CardMatrix":
+        """Another matrix of the host's on the same card."""
+        return self.sent(matrix, module_of(self.codes))
+
     def __getitem__(self, rows: Array) -> Array:
         """Decoded rows: indices [R] on the card -> [R, K] float32."""
         out = _empty(self.codes, (len(rows), self.shape[1]))
@@ -69,17 +86,11 @@ class CardMatrix:
 
 
 @dataclass(frozen=True)
-class CardMemory(Backend):
-    """The card's memory, in which a matrix of weights comes to lie in panels, in the format `form`."""
+class CardMemory(PackedMemory):
+    """The card's memory, in which a matrix of weights comes to lie in panels: made on the host, its planes sent as they are."""
 
-    form: str | None = None
-
-    def from_numpy(self, array: np.ndarray) -> Array:
-        if array.ndim != 2:
-            return self.xp.asarray(array)
-        packed = pack(array, self.form or "float32")
-        planes = (None if plane is None else self.xp.asarray(plane) for plane in (packed.codes, packed.scales, packed.lows))
-        return CardMatrix(packed.form, packed.shape, *planes)
+    def keep(self, matrix: Matrix) -> CardMatrix:
+        return CardMatrix.sent(matrix, self.xp)
 
 
 def linear(x: Array, weight: CardMatrix, bias: Array | None) -> Array:
@@ -122,6 +133,23 @@ def rotate(x: Array, cos: Array, sin: Array, adjacent: bool) -> Array:
     out = _empty(x, x.shape)
     launches.rotate(_of(x), _solid(x), cos, sin, adjacent, out)
     return out
+
+
+def append(
+    k: Array, v: Array, slots: Array, codec: int, k_planes: Sequence[Array], v_planes: Sequence[Array], fixed: float
+) -> None:
+    """k, v [R, H, D] into the slots [R] int32 of one layer's planes [slots, H, ...], codes and perhaps scales, in the KV format
+    `codec`, a number of nanokv.kernels.layout: one launch each."""
+    for x, planes in ((k, k_planes), (v, v_planes)):
+        codes, scales = (*planes, None)[:2]
+        dense = x.strides[1:] == (x.shape[2] * x.itemsize, x.itemsize)  # heads side by side: rows may lie in a wider array
+        rows = x if dense else x.copy()
+        launches.append(_of(x), rows, slots, codec, codes, scales, fixed, rows.strides[0] // x.itemsize)
+
+
+def copy_unit(plane: Array, source: int, target: int) -> None:
+    """plane [L, U, ...]: everything of unit `source` into unit `target`, all layers."""
+    launches.copy_unit(_of(plane), plane, source, target)
 
 
 def attend(

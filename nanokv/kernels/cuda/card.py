@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from nanokv.backend import Array, address_of
+from nanokv.backend import Array, address_of, is_out_of_memory
 from nanokv.errors import BackendError
 from nanokv.kernels.cuda.program import FILES, OPTIONS, first_error, source
 
@@ -43,6 +43,8 @@ class Card:
             module = self._cupy.RawModule(code=source(file), options=OPTIONS, name_expressions=(kernel,))
             self._functions[kernel] = module.get_function(kernel)
         except Exception as error:  # CuPy promises no type: a compiler's log, a missing library, a driver's refusal
+            if is_out_of_memory(error):
+                raise
             reason = first_error(str(error) or type(error).__name__)
             raise BackendError(f"kernel {kernel} of {file} cannot be made ready: {reason}; use --numerics fast") from error
         return self._functions[kernel]
