@@ -46,10 +46,10 @@ class Numerics(StrEnum):
 EXACT, COMPILED, FAST = Numerics.EXACT, Numerics.COMPILED, Numerics.FAST
 
 
-def compiled_kernels(array: Array) -> ModuleType:
-    """The compiled kernels for arrays like this one: the processor's or the card's. Imported at the first call, since they
-    take numba or CuPy."""
-    return _imported("nanokv.kernels.compiled" if module_of(array) is np else "nanokv.kernels.cuda.arrays")
+def compiled_kernels(array: Array, module: str = "compiled") -> ModuleType:
+    """The compiled kernels for arrays like this one: the processor's, in one of its modules, or the card's. Imported at the
+    first call, since they take numba or CuPy."""
+    return _imported(f"nanokv.kernels.{module}" if module_of(array) is np else "nanokv.kernels.cuda.arrays")
 
 
 @cache
@@ -188,8 +188,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"gelu_new": gelu_new, "gelu"
 
 def activate(x: Array, name: str, numerics: Numerics = EXACT) -> Array:
     """x [R, K] -> [R, K] through the activation called `name`, in place and piece by piece when there are many rows."""
-    if numerics is COMPILED and name == "gelu_new":
-        return compiled_kernels(x).gelu_new(x)
+    if numerics is COMPILED:
+        return compiled_kernels(x).gelu_new(x) if name == "gelu_new" else compiled_kernels(x, "erf").gelu_erf(x)
     function = ACTIVATIONS[name]
     rows = max(1, CHUNK_ELEMENTS // x.shape[1])
     if len(x) <= rows or module_of(x) is not np:

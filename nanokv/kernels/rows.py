@@ -10,7 +10,7 @@ import numpy as np
 from numba import prange
 
 from nanokv.kernels.compiling import jit
-from nanokv.kernels.functions import F, combine_lanes, gelu, times_sigmoid
+from nanokv.kernels.functions import F, combine_lanes, gelu, gelu_by_erf, times_sigmoid
 from nanokv.kernels.simd import add, first, fma, fma1, load, mul, splat, store
 
 CHUNK = 1 << 14  # elements of a task
@@ -71,19 +71,36 @@ def rms_norm(x: Any, weight: Any, eps: Any, out: Any) -> None:
                 out[r, i] = c[i] * scale * weight[i]
 
 
+@jit()
+def _gelu(by_erf: Any, x: Any) -> Any:
+    return gelu_by_erf(x) if by_erf else gelu(x)
+
+
+@jit()
+def _gelus(by_erf: Any, x: Any, out: Any, begin: Any, end: Any) -> None:
+    """x, out [n], of them those from `begin` to `end`."""
+    last = begin + (end - begin) // 16 * 16
+    for i in range(begin, last, 16):
+        store(out.ctypes.data, i, _gelu(by_erf, load(x.ctypes.data, i)))
+    if last < end:
+        rest = np.zeros(16, np.float32)
+        rest[: end - last] = x[last:end]
+        store(rest.ctypes.data, 0, _gelu(by_erf, load(rest.ctypes.data, 0)))
+        out[last:end] = rest[: end - last]
+
+
 @jit(parallel=True)
 def gelu_new(x: Any, out: Any) -> None:
-    """x, out [n]."""
+    """x, out [n]: GELU by tanh."""
     for task in prange((len(x) + CHUNK - 1) // CHUNK):
-        begin, end = task * CHUNK, min(len(x), (task + 1) * CHUNK)
-        last = begin + (end - begin) // 16 * 16
-        for i in range(begin, last, 16):
-            store(out.ctypes.data, i, gelu(load(x.ctypes.data, i)))
-        if last < end:
-            rest = np.zeros(16, np.float32)
-            rest[: end - last] = x[last:end]
-            store(rest.ctypes.data, 0, gelu(load(rest.ctypes.data, 0)))
-            out[last:end] = rest[: end - last]
+        _gelus(False, x, out, task * CHUNK, min(len(x), (task + 1) * CHUNK))
+
+
+@jit(parallel=True)
+def gelu_erf(x: Any, out: Any) -> None:
+    """x, out [n]: GELU by the error function."""
+    for task in prange((len(x) + CHUNK - 1) // CHUNK):
+        _gelus(True, x, out, task * CHUNK, min(len(x), (task + 1) * CHUNK))
 
 
 @jit(parallel=True)
