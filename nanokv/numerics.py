@@ -188,8 +188,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"gelu_new": gelu_new, "gelu"
 
 def activate(x: Array, name: str, numerics: Numerics = EXACT) -> Array:
     """x [R, K] -> [R, K] through the activation called `name`, in place and piece by piece when there are many rows."""
-    if numerics is COMPILED and name == "gelu_new":
-        return compiled_kernels(x).gelu_new(x)
+    if numerics is COMPILED:
+        return compiled_kernels(x).gelu_new(x) if name == "gelu_new" else compiled_kernels(x).gelu_erf(x)
     function = ACTIVATIONS[name]
     rows = max(1, CHUNK_ELEMENTS // x.shape[1])
     if len(x) <= rows or module_of(x) is not np:

@@ -4,20 +4,25 @@ frequency in each of D / 2 planes, so that a score depends on the distance of tw
 Which two of the D numbers make a plane is a matter of layout: Hugging Face's files pair i with i + D / 2 ("halves"),
 Meta's and llama2.c's pair 2i with 2i + 1 ("pairs"). A permutation of the rows of W_q and W_k turns one into the other.
 
-Angles are float64 up to and including cos and sin, and only then rounded: at position 2000 a float16 angle is off by up to
-half a radian, and bfloat16 does not tell position 256 from 257.
+Angles are kept in more than float64, and cos and sin in float64, and only then rounded: at position 2000 a float16 angle is
+off by up to half a radian, and bfloat16 does not tell position 256 from 257. Frequencies are computed in decimal, cos and sin
+by nanokv/turns.py: no library's pow, log, cos or sin, whose last bits differ between machines.
 
 Symbols: R rows, H heads, D head width.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal, localcontext
+from functools import cached_property
 
 import numpy as np
 
 from nanokv.backend import Array, module_of
 from nanokv.errors import ConfigError
 from nanokv.numerics import COMPILED, EXACT, Numerics, compiled_kernels
+from nanokv.turns import DIGITS, TWO_PI, cos_sin, quarter_turns
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -57,29 +62,50 @@ class Rope:
     def __post_init__(self) -> None:
         if self.dim % 2:
             raise ConfigError(f"head width {self.dim} is odd: rotary positions turn pairs of numbers")
+        if not (math.isfinite(self.theta) and self.theta > 0):
+            raise ConfigError(f"rotary base {self.theta} is not a positive number")
+        if not all(math.isfinite(each) and each > 0 for each in self.divisors):
+            raise ConfigError("a divisor of the rotary frequencies is not a positive number")
         if self.divisors and len(self.divisors) != self.dim // 2:
             raise ConfigError(f"{len(self.divisors)} divisors of rotary frequencies for {self.dim // 2} of them")
 
     def frequencies(self) -> np.ndarray:
         """Radians a position in each plane, float64 [D / 2]."""
-        base = self.theta ** (-np.arange(0, self.dim, 2) / self.dim)
-        if self.divisors:
-            base = base / np.asarray(self.divisors)
-        match self.scaling.kind:
-            case "linear":
-                return base / self.scaling.factor
-            case "llama3":
-                return _llama3(base, self.scaling)
-            case "yarn":
-                return _yarn(base, self.theta, self.scaling)
-        return base
+        return np.array([float(each) for each in self._exact()])
 
     def tables(self, positions: np.ndarray, like: Array) -> tuple[Array, Array]:
         """cos and sin [R, 1, D / 2] at host `positions` [R], in the dtype and memory of `like`."""
-        angles = positions[:, None].astype(np.float64) * self.frequencies()
         xp, factor = module_of(like), self.scaling.attention_factor
-        cos, sin = (xp.asarray((turn * factor)[:, None].astype(like.dtype)) for turn in (np.cos(angles), np.sin(angles)))
+        parts = cos_sin(positions, *self._turns)
+        cos, sin = (xp.asarray((part if factor == 1.0 else part * factor)[:, None].astype(like.dtype)) for part in parts)
         return cos, sin
+
+    @cached_property
+    def _turns(self) -> tuple[np.ndarray, np.ndarray]:
+        with localcontext(prec=DIGITS):
+            return quarter_turns(self._exact())
+
+    def _exact(self) -> list[Decimal]:
+        """Radians a position in each plane."""
+        with localcontext(prec=DIGITS):
+            step = Decimal(self.theta) ** (Decimal(-2) / self.dim)
+            base = [step**i for i in range(self.dim // 2)]
+            if self.divisors:
+                base = [each / Decimal(divisor) for each, divisor in zip(base, self.divisors, strict=True)]
+            match self.scaling.kind:
+                case "linear":
+                    return [each / Decimal(self.scaling.factor) for each in base]
+                case "llama3":
+                    return _llama3(base, self.scaling)
+                case "yarn":
+                    return _yarn(base, self.theta, self.scaling)
+            return base
+
+
+def attention_term(factor: float, scale: float = 1.0) -> float:
+    """YaRN's 0.1 scale ln(factor) + 1 (equation 22), by which cos and sin are multiplied."""
+    with localcontext(prec=DIGITS):
+        return float(Decimal("0.1") * Decimal(scale) * Decimal(factor).ln() + 1)
 
 
 def rotate(x: Array, cos: Array, sin: Array, adjacent: bool, numerics: Numerics = EXACT) -> Array:
@@ -95,28 +121,34 @@ def rotate(x: Array, cos: Array, sin: Array, adjacent: bool, numerics: Numerics 
     return out
 
 
-def _llama3(base: np.ndarray, scaling: Scaling) -> np.ndarray:
+def _llama3(base: Sequence[Decimal], scaling: Scaling) -> list[Decimal]:
     """Llama 3.1's rule (meta-llama/llama-models, model.py, apply_scaling): frequencies that turn fewer than
     `low_freq_factor` times in the original context are divided by the factor, those that turn more than
     `high_freq_factor` times stay, and between them the share of the latter grows linearly."""
-    turns = scaling.original_positions * base / (2 * math.pi)
-    kept = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
-    return (1 - kept) * base / scaling.factor + kept * base
+    low, high = Decimal(scaling.low_freq_factor), Decimal(scaling.high_freq_factor)
+    turns = [Decimal(scaling.original_positions) * each / TWO_PI for each in base]
+    return _blended(base, [(each - low) / (high - low) for each in turns], scaling)
 
 
-def _yarn(base: np.ndarray, theta: float, scaling: Scaling) -> np.ndarray:
+def _yarn(base: Sequence[Decimal], theta: float, scaling: Scaling) -> list[Decimal]:
     """YaRN (Peng et al. 2023, arXiv 2309.00071, section 3.2): as llama3, but the share is linear in the plane's number,
     between the planes that turn `beta_fast` and `beta_slow` times in the original context."""
     planes = len(base)
 
-    def plane(turns: float) -> float:
-        return planes * math.log(scaling.original_positions / (turns * 2 * math.pi)) / math.log(theta)
+    def plane(turns: float) -> Decimal:
+        return planes * (Decimal(scaling.original_positions) / (Decimal(turns) * TWO_PI)).ln() / Decimal(theta).ln()
 
     low, high = plane(scaling.beta_fast), plane(scaling.beta_slow)
     if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, 2 * planes - 1)
+        low, high = Decimal(math.floor(low)), Decimal(math.ceil(high))
+    low, high = max(low, Decimal(0)), min(high, Decimal(2 * planes - 1))
     if low == high:
-        high += 0.001  # the published code's way out of dividing by zero
-    scaled = np.clip((np.arange(planes) - low) / (high - low), 0, 1)
-    return scaled * base / scaling.factor + (1 - scaled) * base
+        high += Decimal("0.001")  # the published code's way out of dividing by zero
+    return _blended(base, [1 - (i - low) / (high - low) for i in range(planes)], scaling)
+
+
+def _blended(base: Sequence[Decimal], kept: Sequence[Decimal], scaling: Scaling) -> list[Decimal]:
+    """Each frequency with the share `kept`, cut to 0 .. 1, as it is and the rest divided by the factor."""
+    shares = [min(max(each, Decimal(0)), Decimal(1)) for each in kept]
+    factor = Decimal(scaling.factor)
+    return [(1 - share) * each / factor + share * each for each, share in zip(base, shares, strict=True)]

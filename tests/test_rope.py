@@ -55,10 +55,11 @@ def test_which_numbers_make_a_plane():
 
 
 def test_angles_are_float64_whatever_the_dtype():
-    """B03: dim 32, base 10000: entry (1857, 1) is 1044.2678, which float16 makes 1045, a cosine off by 0.78."""
+    """B03: dim 32, base 10000: entry (1857, 1) is 1044.2678, which float16 makes 1045, a cosine off by 0.78. The angle that the
+    library is given here is itself rounded twice, by 2^-43 each time; test_turns.py has the sharper comparison."""
     rope = Rope(32)
     assert 1857 * rope.frequencies()[1] == pytest.approx(1044.2678, abs=1e-4)
-    for dtype, tolerance in ((np.float16, 2**-11), (np.float32, 2**-24), (np.float64, 2**-52)):
+    for dtype, tolerance in ((np.float16, 2**-11), (np.float32, 2**-24), (np.float64, 2**-42)):
         cos, sin = rope.tables(np.array([1857]), like=np.zeros(1, dtype))
         assert cos.dtype == sin.dtype == dtype
         assert abs(float(cos[0, 0, 1]) - math.cos(1857 * 10000 ** (-1 / 16))) <= tolerance

@@ -16,6 +16,7 @@ from nanokv.gguf_header import Header
 from nanokv.models.fields import number
 from nanokv.models.llama_config import LlamaConfig
 from nanokv.models.rope_config import MOST
+from nanokv.rope import attention_term
 
 # Architectures, and whether llama.cpp's converter brings their rotary planes side by side.
 ARCHITECTURES: Mapping[str, bool] = {"llama": True, "qwen2": False, "qwen3": False}
@@ -120,7 +121,7 @@ def _rope_scaling(values: Mapping[str, Any], arch: str) -> dict[str, Any]:
     scaling = {ours: values[key] for key, ours in ROPE_KEYS.items() if key in values}
     if "rope.scaling.attn_factor" in values:  # llama.cpp multiplies it with the paper's
         factor = number(scaling, "factor", 1.0, MOST)
-        scaling["attention_factor"] = number(values, "rope.scaling.attn_factor", 0.0, MOST) * (0.1 * math.log(factor) + 1.0)
+        scaling["attention_factor"] = number(values, "rope.scaling.attn_factor", 0.0, MOST) * attention_term(factor)
     return scaling
 
 

@@ -51,9 +51,18 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def gelu_new(x: np.ndarray) -> np.ndarray:
-    """[R, K] -> [R, K]"""
+    """[R, K] -> [R, K], by tanh."""
+    return _gelu(x, by_erf=False)
+
+
+def gelu_erf(x: np.ndarray) -> np.ndarray:
+    """[R, K] -> [R, K], by the error function."""
+    return _gelu(x, by_erf=True)
+
+
+def _gelu(x: np.ndarray, by_erf: bool) -> np.ndarray:
     out, program = np.empty(x.shape, F), Program()
-    program.gelu_new(_solid(x), out, x.shape[1])
+    program.gelu(_solid(x), out, x.shape[1], by_erf)
     _run(program, len(x))
     return out
 

@@ -1,4 +1,4 @@
-"""exp, the sigmoids and the sum rule of docs/numerics.md on sixteen lanes, for the kernels to call."""
+"""exp, the sigmoids, GELU and the sum rule of docs/numerics.md on sixteen lanes, for the kernels to call."""
 
 from typing import Any
 
@@ -15,6 +15,9 @@ _P0, _P1, _P2 = F(1.9875691500e-4), F(1.3981999507e-3), F(8.3334519073e-3)
 _P3, _P4, _P5 = F(4.1665795894e-2), F(1.6666665459e-1), F(5.0000001201e-1)
 _GELU_0 = F(2 * np.sqrt(2 / np.pi))
 _GELU_1 = F(2 * np.sqrt(2 / np.pi) * 0.044715)
+_GELU_END = F(14)  # beyond it exp(-x^2 / 2) is 0
+_MILLS_ABOVE = tuple(map(F, (3.99084156e-3, 3.97992767e-2, 1.80777177e-1, 4.35000986e-1, 0.5)))
+_MILLS_BELOW = tuple(map(F, (1.00034093e-2, 9.97695178e-2, 4.62976545e-1, 1.19233203, 1.66788673, 1.0)))
 
 
 @inner()
@@ -45,6 +48,23 @@ def times_sigmoid(x: Any, z: Any) -> Any:
 def gelu(x: Any) -> Any:
     """GELU by tanh: (1 + tanh(u)) / 2 is the sigmoid of 2 u."""
     return times_sigmoid(x, mul(x, fma(splat(_GELU_1), mul(x, x), splat(_GELU_0))))
+
+
+@inner()
+def gelu_by_erf(x: Any) -> Any:
+    """GELU by the error function: x Q(-x), Q(t) = exp(-t^2 / 2) times a rational function of t for t >= 0."""
+    t, zero, half = absolute(x), splat(F(0)), splat(F(-0.5))
+    t = where_less(t, splat(_GELU_END), t, splat(_GELU_END))
+    square = mul(t, t)
+    e = exp(mul(square, half))
+    e = fma(mul(e, half), fma(t, t, negative(square)), e)
+    above, below = splat(_MILLS_ABOVE[0]), splat(_MILLS_BELOW[0])
+    for i in range(1, 5):
+        above = fma(above, t, splat(_MILLS_ABOVE[i]))
+    for i in range(1, 6):
+        below = fma(below, t, splat(_MILLS_BELOW[i]))
+    g = div(mul(where_less(x, zero, x, t), above), below)
+    return where_less(x, zero, mul(g, e), fma(negative(g), e, x))
 
 
 @inner()

@@ -22,7 +22,7 @@ from nanokv.kernels.matrix import FORMATS, Matrix
 from nanokv.kernels.program import run
 from nanokv.kernels.rows import (
     embed_kernel,
-    gelu_new_kernel,
+    gelu_kernel,
     layer_norm_kernel,
     norm_words,
     rms_norm_kernel,
@@ -123,10 +123,10 @@ class Program:
         self.words = max(self.words, norm_words(len(weight)))
         self._write(layer_norm_kernel, len(weight), x, weight, bias, out, real=eps)
 
-    def gelu_new(self, x: np.ndarray, out: np.ndarray, width: int) -> None:
-        """x, out [R, I]"""
+    def gelu(self, x: np.ndarray, out: np.ndarray, width: int, by_erf: bool) -> None:
+        """x, out [R, I]; by the error function, or by tanh."""
         self.words = max(self.words, 16)
-        self._write(gelu_new_kernel, width, x, out)
+        self._write(gelu_kernel, width, x, out, by_erf)
 
     def swiglu(self, gate_up: np.ndarray, out: np.ndarray, inner: int) -> None:
         """gate_up [R, 2 I] -> out [R, I]"""

@@ -8,7 +8,7 @@ import math
 from typing import Any
 
 from nanokv.kernels.compiling import CFunction, inner
-from nanokv.kernels.functions import F, combine_lanes, gelu, times_sigmoid
+from nanokv.kernels.functions import F, combine_lanes, gelu, gelu_by_erf, times_sigmoid
 from nanokv.kernels.layout import COLUMNS, REAL, ROWS
 from nanokv.kernels.linear import decode_one
 from nanokv.kernels.simd import add, first, float_of, fma, fma1, integers, load, mul, splat, store, vector
@@ -95,19 +95,24 @@ def rms_norm(
 
 
 @inner()
-def gelu_new(task: Any, rows: Any, x: Any, out: Any, width: Any, scratch: Any) -> None:
-    """x, out [R, I]."""
+def _gelu(x: Any, by_erf: Any) -> Any:
+    return gelu_by_erf(x) if by_erf else gelu(x)
+
+
+@inner()
+def gelu_rows(task: Any, rows: Any, x: Any, out: Any, width: Any, by_erf: Any, scratch: Any) -> None:
+    """x, out [R, I]: GELU by the error function, or by tanh."""
     each = rows_each(width) * width
     begin, end = task * each, min(rows * width, (task + 1) * each)
     last = begin + (end - begin) // 16 * 16
     for i in range(begin, last, 16):
-        store(out, i, gelu(load(x, i)))
+        store(out, i, _gelu(load(x, i), by_erf))
     if last < end:
         some = end - last
         rest, here, to = vector(scratch, 16), vector(x + last * 4, some), vector(out + last * 4, some)
         rest[:] = F(0)
         rest[:some] = here
-        store(scratch, 0, gelu(load(scratch, 0)))
+        store(scratch, 0, _gelu(load(scratch, 0), by_erf))
         to[:] = rest[:some]
 
 
@@ -185,11 +190,11 @@ def layer_norm_kernel(line: Any, block: Any, scratch: Any, task: Any) -> Any:
 
 
 @CFunction
-def gelu_new_kernel(line: Any, block: Any, scratch: Any, task: Any) -> Any:
-    """gelu_new(); width, x, out."""
+def gelu_kernel(line: Any, block: Any, scratch: Any, task: Any) -> Any:
+    """gelu_rows(); width, x, out, by_erf."""
     op = integers(line, COLUMNS)
     if task >= 0:
-        gelu_new(task, op[ROWS], op[3], op[4], op[2], scratch)
+        gelu_rows(task, op[ROWS], op[3], op[4], op[2], op[5], scratch)
     return row_tasks(op[ROWS], op[2])
 
 

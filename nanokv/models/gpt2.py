@@ -109,7 +109,7 @@ def _layers(params: GPT2Params, tokens: np.ndarray, cache: Cache | Batch, numeri
     learned = cache.position_ids(positions)
     if learned.max() >= config.num_positions:  # a GPU would wrap or clamp the index in silence
         raise CapacityError(f"position {learned.max()} is past the model's {config.num_positions} positions (0 is the first)")
-    if numerics is COMPILED and can_record(params.wte) and config.activation == "gelu_new":
+    if numerics is COMPILED and can_record(params.wte):
         found = params.recorded(len(tokens), _record).run(tokens, learned, positions, cache)
         if found is not None:
             return found
@@ -165,7 +165,7 @@ def _record(params: GPT2Params, rows: int) -> Recorded:
         program.linear(room.mixed, block.proj_weight, block.proj_bias, room.x, adds=True)
         program.layer_norm(room.x, block.ln_2_weight, block.ln_2_bias, eps, room.h)
         program.linear(room.h, block.fc_weight, block.fc_bias, room.wide)
-        program.gelu_new(room.wide, room.inner, config.inner)
+        program.gelu(room.wide, room.inner, config.inner, by_erf=config.activation == "gelu")
         program.linear(room.inner, block.out_weight, block.out_bias, room.x, adds=True)
     return Recorded(room, program, ())
 

@@ -1,12 +1,11 @@
 """The rotary positions that a config.json asks for."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from nanokv.errors import ConfigError
 from nanokv.models.fields import flag, number
-from nanokv.rope import KINDS, Rope, Scaling
+from nanokv.rope import KINDS, Rope, Scaling, attention_term
 
 MOST = 1e12  # a base or a factor beyond it is a mistake, not a model
 
@@ -73,10 +72,7 @@ def _scaling(kind: str, raw: Mapping[str, Any], num_positions: int) -> Scaling:
 def _yarn_attention_factor(raw: Mapping[str, Any], factor: float) -> float:
     """What is given, or the paper's 0.1 ln(factor) + 1 (equation 22); with mscale and mscale_all_dim, as DeepSeek's files
     have them, the ratio of two such terms."""
-
-    def term(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0
-
     mscale, all_dim = (number(raw, key, 0.0, MOST, 0.0) for key in ("mscale", "mscale_all_dim"))
-    inferred = term(mscale) / term(all_dim) if mscale and all_dim else term(1.0)
+    both = mscale and all_dim
+    inferred = attention_term(factor, mscale) / attention_term(factor, all_dim) if both else attention_term(factor)
     return number(raw, "attention_factor", 1e-6, MOST, inferred)

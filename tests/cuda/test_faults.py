@@ -22,11 +22,12 @@ from tests.cuda.machine import CpuDevice, Fault, build, opened
 from tests.cuda.test_linear import tensors_of
 from tests.support import EVERYDAY
 
-ATTENTION, LINEAR, CHOOSE = "attention.cu", "linear.cu", "choose.cu"
+ATTENTION, LINEAR, CHOOSE, ROWS = "attention.cu", "linear.cu", "choose.cu", "rows.cu"
 KERNELS = {
     ATTENTION: ["attend_tiles<8>", "combine_tiles"],
     LINEAR: ["linear_segments<Float32, 4>", "linear_sum"],
     CHOOSE: ["argmax"],
+    ROWS: ["gelu_erf"],
 }
 FAULTS = {
     "no barrier before the keys are used": (ATTENTION, "stage_keys<FORMAT>(planes, memory, from, count);\n        __syncthreads();",
@@ -44,6 +45,8 @@ FAULTS = {
     "no barrier of the warp": (LINEAR, "    __syncwarp();\n", "", "without a barrier|nobody wrote"),
     "inputs off by one": (LINEAR, "load2(codes, (long long)(k + i) * PANEL)", "load2(codes, (long long)(k + i + 1) * PANEL)", None),
     "a segment in another order": (LINEAR, "for (int s = 0; s < segments; s++)", "for (int s = segments - 1; s >= 0; s--)", None),
+    "GELU loses the rounding error of its square": (ROWS, "__fmaf_rn(t, t, -square)", "0.0f", None),
+    "GELU's other branch": (ROWS, "out[i] = value < 0.0f ? g * e", "out[i] = value <= -1.0f ? g * e", None),
     "no barrier between the warps": (CHOOSE, "            __syncthreads();\n", "", "without a barrier|nobody wrote"),
 }  # fmt: skip
 
@@ -77,6 +80,13 @@ def right_result(file: str, entries: dict[str, object] | None, monkeypatch: pyte
         sums = np.full(launches.sums_shape(3, card), np.nan, np.float32)
         launches.linear(CpuDevice(entries=entries, **tensors_of(card)), x, card, None, out, sums)
         return np.array_equal(out, compiled.linear(x, pack(weight), None))
+    if file == ROWS:
+        from nanokv.kernels import erf
+
+        x = rng.standard_normal((3, 200), dtype=np.float32) * np.float32(4)
+        out = np.full(x.shape, np.nan, np.float32)
+        launches.gelu_erf(CpuDevice(entries=entries), x, out)
+        return np.array_equal(out, erf.gelu_erf(x))
     logits, tokens = rng.integers(-3, 3, (2, 1500)).astype(np.float32), np.full(2, -1, np.int32)
     launches.argmax(CpuDevice(entries=entries), logits, tokens)
     return np.array_equal(tokens, logits.argmax(axis=1))

@@ -97,6 +97,21 @@ def gelu_new(x: np.ndarray) -> np.ndarray:
     return times_sigmoid(x, x * fma(F(size * 0.044715), x * x, F(size)))
 
 
+def gelu_erf(x: np.ndarray) -> np.ndarray:
+    t = np.where(np.abs(x) < F(14), np.abs(x), F(14))
+    square = t * t
+    e = exp(square * F(-0.5))
+    e = fma(e * F(-0.5), fma(t, t, -square), e)
+    above, below = F(3.99084156e-3), F(1.00034093e-2)
+    for c in (3.97992767e-2, 1.80777177e-1, 4.35000986e-1, 0.5):
+        above = fma(above, t, F(c))
+    for c in (9.97695178e-2, 4.62976545e-1, 1.19233203, 1.66788673, 1):
+        below = fma(below, t, F(c))
+    with np.errstate(invalid="ignore"):
+        g = np.where(x < 0, x, t) * above / below
+        return np.where(x < 0, g * e, fma(-g, e, x))
+
+
 def swiglu(gate_up: np.ndarray) -> np.ndarray:
     gate, up = np.split(gate_up, 2, axis=-1)
     return times_sigmoid(gate, gate) * up

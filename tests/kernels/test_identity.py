@@ -194,3 +194,13 @@ def test_the_instruction_set_changes_nothing(cpu, tmp_path):
     run = subprocess.run([sys.executable, "-m", "tests.kernels.logits"], env=env, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     assert json.loads(run.stdout) == json.loads(logits.FILE.read_text())
+
+
+def test_the_scale_of_the_scores_does_not_depend_on_the_library():
+    """D^-0.5 is the library's power, which may be off in its last place; the float32 that it becomes is not, not even three
+    units away, alone or divided by a layer's number."""
+    scale = np.arange(1, 4097)[:, None] ** -0.5
+    layers = np.arange(1, 257)
+    for units in (-3, 3):
+        other = (scale.view(np.int64) + units).view(np.float64)
+        assert np.array_equal((other / layers).astype(np.float32), (scale / layers).astype(np.float32))

@@ -121,6 +121,13 @@ def gelu_new(x: Array) -> Array:
     return out
 
 
+def gelu_erf(x: Array) -> Array:
+    """[R, K] -> [R, K]"""
+    out = _empty(x, x.shape)
+    launches.gelu_erf(_of(x), _solid(x), out)
+    return out
+
+
 def swiglu(gate_up: Array) -> Array:
     """[R, 2 I] -> [R, I]"""
     out = _empty(gate_up, (len(gate_up), gate_up.shape[1] // 2))

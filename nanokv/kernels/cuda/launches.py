@@ -196,6 +196,11 @@ def gelu_new(device: Device, x: Array, out: Array) -> None:
     device.launch("gelu_new", (-(-x.size // FLAT),), (FLAT,), 0, [x, out, *_GELU, _i(x.size)])
 
 
+def gelu_erf(device: Device, x: Array, out: Array) -> None:
+    """x, out [R, K]"""
+    device.launch("gelu_erf", (-(-x.size // FLAT),), (FLAT,), 0, [x, out, _i(x.size)])
+
+
 def swiglu(device: Device, gate_up: Array, out: Array) -> None:
     """gate_up [R, 2 I] -> out [R, I]"""
     device.launch("swiglu", (-(-out.size // FLAT),), (FLAT,), 0, [gate_up, out, _i(len(out)), _i(out.shape[1])])

@@ -26,7 +26,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
         *(f"attend_rows<{queries}>" for queries in QUERIES),
         "combine_tiles",
     ),
-    "rows.cu": ("layer_norm", "rms_norm", "gelu_new", "swiglu", "rotate", "embed", "add"),
+    "rows.cu": ("layer_norm", "rms_norm", "gelu_new", "gelu_erf", "swiglu", "rotate", "embed", "add"),
     "cache.cu": ("append<0>", "append<1>", "append<2>", "append<3>", "append<4>", "append<5>", "copy_unit"),
     "choose.cu": ("argmax",),
 }

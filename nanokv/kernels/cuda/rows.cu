@@ -50,6 +50,27 @@ __global__ void gelu_new(In<float> x, Out<float> out, float c0, float c1, int n)
     out[i] = times_sigmoid(value, value * __fmaf_rn(c1, value * value, c0));
 }
 
+// x, out [n]: GELU by the error function, by exp(-x^2 / 2) and a rational function.
+__global__ void gelu_erf(In<float> x, Out<float> out, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    float value = x[i], t = value < 0.0f ? -value : value;
+    t = t < 14.0f ? t : 14.0f;
+    float square = t * t, e = exp_negative(square * -0.5f);
+    e = __fmaf_rn(e * -0.5f, __fmaf_rn(t, t, -square), e);
+    float above = __fmaf_rn(3.99084156e-3f, t, 3.97992767e-2f);
+    above = __fmaf_rn(above, t, 1.80777177e-1f);
+    above = __fmaf_rn(above, t, 4.35000986e-1f);
+    above = __fmaf_rn(above, t, 0.5f);
+    float below = __fmaf_rn(1.00034093e-2f, t, 9.97695178e-2f);
+    below = __fmaf_rn(below, t, 4.62976545e-1f);
+    below = __fmaf_rn(below, t, 1.19233203f);
+    below = __fmaf_rn(below, t, 1.66788673f);
+    below = __fmaf_rn(below, t, 1.0f);
+    float g = __fdiv_rn((value < 0.0f ? value : t) * above, below);
+    out[i] = value < 0.0f ? g * e : __fmaf_rn(-g, e, value);
+}
+
 // gate_up [R, 2 I], the gate's half and the other -> out [R, I].
 __global__ void swiglu(In<float> gate_up, Out<float> out, int rows, int inner) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
