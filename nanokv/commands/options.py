@@ -52,7 +52,7 @@ def model_options(function: Callable) -> Callable:
         click.option("--numerics", type=click.Choice(["exact", "fast"]),
                      help="exact (default on NumPy): cached equals uncached bit for bit; fast: whole-matrix products."),
         click.option("--threads", type=click.IntRange(1), help="Threads of the compiled kernels; default: the physical cores."),
-        click.option("--weights", type=click.Choice(["float32", "bf16", "fp16", "int8", "int4"]),
+        click.option("--weights", type=click.Choice(["float32", "bf16", "fp16", "int8", "int8-row", "int4"]),
                      help="Keep matrices of weights in this format; default: as a GGUF file has them, else float32."),
         click.option("--kernels", type=click.Choice(["auto", "numpy", "compiled"]), default="auto", show_default=True,
                      help="What computes exactly: compiled (numba; the same bits on every machine) or numpy."),

@@ -3,6 +3,7 @@
     float32         as it is
     bf16, fp16      rounded to nearest even
     int8            32 weights of one output share a scale: d * q, q = -127 .. 127, d float16 (GGUF's Q8_0)
+    int8-row        all weights of one output share a scale: d * q, as int8
     int4            32 weights of one output share a scale: d * (q - 8), q = 0 .. 15, d float16 (GGUF's Q4_0); with a plane of
                     lowest values m, d * q + m (Q4_1)
 
@@ -22,12 +23,13 @@ from nanokv.errors import UsageError
 
 PANEL = 64
 GROUP = 32
-FORMATS = ("float32", "bf16", "fp16", "int8", "int4")
+FORMATS = ("float32", "bf16", "fp16", "int8", "int4", "int8-row")
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """[N, K]. `codes` [P, K, 64] (int4: [P, ceil(K / 8), 64] words of eight inputs), `scales` and `lows` [P, G, 64] float16.
+    """[N, K]. `codes` [P, K, 64] (int4: [P, ceil(K / 8), 64] words of eight inputs), `scales` and `lows` [P, G, 64] float16
+    (int8-row: [P, 1, 64]).
 
     It stands where a model has an array of weights: it has a shape, a dtype (of its decoded weights) and a size in bytes,
     and an index gives rows.
@@ -73,6 +75,8 @@ class Matrix:
         codes = self.codes[panel, :, lane]
         if self.scales is None:
             return _FROM_CODES[self.form](codes)
+        if self.form == "int8-row":
+            return codes.astype(np.float32) * self.scales[panel, 0, lane].astype(np.float32)[..., None]
         scales = self._spread(self.scales, panel, lane)
         if self.form == "int8":
             return codes.astype(np.float32) * scales
@@ -113,16 +117,16 @@ def pack(weight: np.ndarray, form: str = "float32", name: str = "a weight matrix
     if form == "fp16":
         with np.errstate(over="ignore"):
             return Matrix(form, weight.shape, to_panels(weight.astype(np.float16).view(np.uint16)))
-    grouped = _grouped(weight)
+    grouped = weight[:, None] if form == "int8-row" else _grouped(weight)  # [N, G, weights that share a scale]
     extreme = np.take_along_axis(grouped, np.abs(grouped).argmax(axis=-1)[..., None], axis=-1)[..., 0]  # [N, G], its sign kept
     with np.errstate(over="ignore"):
-        scales = (np.abs(extreme) / np.float32(127) if form == "int8" else extreme / np.float32(-8)).astype(np.float16)
+        scales = (extreme / np.float32(-8) if form == "int4" else np.abs(extreme) / np.float32(127)).astype(np.float16)
     if not np.isfinite(scales).all():
         raise UsageError(f"{name} holds weights that {form} cannot: not finite, or too large for its scales")
     wide = scales.astype(np.float32)[..., None]
     fractions = np.divide(grouped, wide, out=np.zeros_like(grouped), where=wide != 0)
-    if form == "int8":
-        return from_int8(np.clip(np.rint(fractions), -127, 127).astype(np.int8), scales, weight.shape)
+    if form != "int4":
+        return from_int8(np.clip(np.rint(fractions), -127, 127).astype(np.int8), scales, weight.shape, form)
     return from_int4(np.clip(np.rint(fractions) + 8, 0, 15).astype(np.uint8), scales, None, weight.shape)
 
 
@@ -131,10 +135,10 @@ def _grouped(weight: np.ndarray) -> np.ndarray:
     return np.pad(weight, ((0, 0), (0, -weight.shape[1] % GROUP))).reshape(len(weight), -1, GROUP)
 
 
-def from_int8(codes: np.ndarray, scales: np.ndarray, shape: tuple[int, int]) -> Matrix:
-    """Codes [N, G, 32] int8 and float16 scales [N, G], as Q8_0 stores them."""
+def from_int8(codes: np.ndarray, scales: np.ndarray, shape: tuple[int, int], form: str = "int8") -> Matrix:
+    """Codes [N, G, 32] int8 and float16 scales [N, G], as Q8_0 stores them; for int8-row [N, 1, K] and [N, 1]."""
     flat = codes.reshape(len(codes), -1)[:, : shape[1]]
-    return Matrix("int8", shape, to_panels(flat), to_panels(scales))
+    return Matrix(form, shape, to_panels(flat), to_panels(scales))
 
 
 def from_int4(codes: np.ndarray, scales: np.ndarray, lows: np.ndarray | None, shape: tuple[int, int]) -> Matrix:

@@ -192,20 +192,23 @@ def test_a_copy_of_a_matrix_computes_from_its_own_memory():
 
 @given(SEEDS, st.integers(1, 70), st.integers(1, 130), st.sampled_from(FORMATS))
 def test_a_format_keeps_its_error(seed, outputs, inputs, form):
-    """Half a step of the format: of the value for floats (2^-8, 2^-11), of its group's scale for int8 (1/127 of the largest).
+    """Half a step of the format: of the value for floats (2^-8, 2^-11), of its group's or row's scale for int8 (1/127 of the
+    largest).
     int4's largest weight may fall half a step outside 0 .. 15, and float16 scales add 2^-11."""
     weight = np.random.default_rng(seed).standard_normal((outputs, inputs)).astype(np.float32)
     back = pack(weight, form)
     wide = np.abs(np.pad(weight, ((0, 0), (0, -inputs % 32)))).reshape(outputs, -1, 32).max(axis=-1)
-    largest = np.repeat(wide, 32, axis=-1)[:, :inputs]
+    rows = np.abs(weight).max(axis=-1, keepdims=True)
+    largest = rows if form == "int8-row" else np.repeat(wide, 32, axis=-1)[:, :inputs]
     step = {"float32": 0 * largest, "bf16": np.abs(weight) / 128, "fp16": np.abs(weight) / 1024 + 1e-7,
-            "int8": largest / 127, "int4": largest / 4}[form]  # fmt: skip
+            "int8": largest / 127, "int4": largest / 4,
+            "int8-row": rows / 127}[form]  # fmt: skip
     error = np.abs(back.to_array() - weight)
-    assert np.all(error <= step * np.float32(0.5) + largest * np.float32(2.0**-11) * (form in ("int8", "int4")))
+    assert np.all(error <= step * np.float32(0.5) + largest * np.float32(2.0**-11) * (form in ("int8", "int8-row", "int4")))
     assert np.array_equal(back[[0, outputs - 1]], back.to_array()[[0, outputs - 1]])
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("form", ["int8", "int8-row", "int4"])
 def test_weights_that_no_scale_holds_are_refused(form):
     for value in (np.nan, np.inf, 1e30):
         with pytest.raises(UsageError, match="conv holds weights"):
