@@ -27,8 +27,9 @@ KERNELS: dict[str, tuple[str, ...]] = {
         "combine_tiles",
     ),
     "rows.cu": ("layer_norm", "rms_norm", "gelu_new", "swiglu", "rotate", "embed", "add"),
-    "cache.cu": ("append<0>", "append<1>", "append<2>", "append<3>", "append<4>", "append<5>", "copy_unit"),
-    "choose.cu": ("argmax",),
+    "cache.cu": (*(f"append<{codec}>" for codec in range(6)), "append_keys_int4", "append_values_int4", "copy_unit"),
+    "softmax.cu": ("softmax",),
+    "choose.cu": ("argmax", "sample", "mark_seen"),
 }
 FILES = {kernel: file for file, kernels in KERNELS.items() for kernel in kernels}
 
