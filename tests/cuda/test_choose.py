@@ -118,19 +118,13 @@ def chosen_on_card(
     return tokens
 
 
-def chosen_by_oracle(logits: np.ndarray, params: SamplingParams, history: list[int], uniform: float) -> int:
-    return oracle.choose(
-        logits, history, params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty, uniform
-    )
-
-
 @examples(60, suppress_health_check=list(HealthCheck))
 @given(VOCABULARIES, st.sampled_from(KINDS), PARAMS, UNIFORMS, st.sampled_from(list(ORDERS)), SEEDS)
 def test_a_choice_is_the_oracles(vocab, kind, params, uniform, order, seed):
     rng = np.random.default_rng(seed)
     logits, history = some_logits(rng, vocab, kind), rng.integers(0, vocab, rng.integers(0, 20)).tolist()
     token = chosen_on_card(logits[None], [params], [history], [uniform], order)[0]
-    assert token == chosen_by_oracle(logits, params, history, uniform)
+    assert token == oracle.choose(logits, params, history, uniform)
 
 
 @pytest.mark.parametrize("kind", ["normal", "ties", "equal"])
@@ -144,7 +138,7 @@ def test_a_large_vocabulary(kind):
     uniforms = [0.25, 0.625, 0.99609375, 0.5]
     history = rng.integers(0, 50257, 100).tolist()
     tokens = chosen_on_card(logits, params, [history] * 4, uniforms)
-    assert tokens.tolist() == [chosen_by_oracle(*row, history, u) for *row, u in zip(logits, params, uniforms, strict=True)]
+    assert tokens.tolist() == [oracle.choose(*row, history, u) for *row, u in zip(logits, params, uniforms, strict=True)]
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 300])
@@ -214,7 +208,7 @@ def test_a_choice_is_the_samplers(vocab, kind, params, uniform, seed):
     logits, history = some_logits(rng, vocab, kind), rng.integers(0, vocab, rng.integers(0, 20)).tolist()
     logits[0], uniform = 1, min(uniform, 1 - 2.0**-24)
     if is_clear(logits, params, history, uniform):
-        token = chosen_by_oracle(logits, params, history, uniform)  # the kernel's, by the tests above
+        token = oracle.choose(logits, params, history, uniform)  # the kernel's, by the tests above
         assert token == sampler_choice(logits, params, history, uniform)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from nanokv.sampling import SamplingParams
 from tests.kernels.oracle import LOWEST, F, exp, lanes_sum
 
 PIECE = 1024
@@ -40,11 +41,10 @@ def weights(scores: np.ndarray, temperature: np.float32) -> np.ndarray:
         return np.where(x <= 0, exp(np.where(x <= 0, x, F(0))), F(0))
 
 
-def choose(
-    logits: np.ndarray, history: list[int], temperature: float, top_k: int, top_p: float, min_p: float, penalty: float, u: float
-) -> int:
-    """Logits [V] float32 -> the token; parameters are float32 numbers."""
-    temperature, top_p, min_p, penalty, u = (F(number) for number in (temperature, top_p, min_p, penalty, u))
+def choose(logits: np.ndarray, params: SamplingParams, history: list[int], uniform: float) -> int:
+    """Logits [V] float32 after `history` -> the token for a uniform number."""
+    numbers = params.temperature, params.top_p, params.min_p, params.repetition_penalty, uniform
+    temperature, top_p, min_p, penalty, u = (F(number) for number in numbers)
     found = scores(logits, history, penalty)
     known = np.where(np.isnan(found), -np.inf, found)
     best = int(known.argmax())
@@ -63,7 +63,7 @@ def choose(
         """The fewest first tokens, one or more, whose mass reaches; a longer prefix never weighs less."""
         return 1 + bisect_left(range(1, len(w)), True, key=lambda count: bool(reaches(mass(count))))
 
-    kept = min(top_k, len(w)) if top_k else len(w)
+    kept = min(params.top_k, len(w)) if params.top_k else len(w)
     if top_p < 1:
         goal = top_p * mass(kept)
         kept = shortest(lambda found: found >= goal)
