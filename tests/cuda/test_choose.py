@@ -118,7 +118,7 @@ def chosen_on_card(
     return tokens
 
 
-@examples(60, suppress_health_check=list(HealthCheck))
+@examples(40, suppress_health_check=list(HealthCheck))
 @given(VOCABULARIES, st.sampled_from(KINDS), PARAMS, UNIFORMS, st.sampled_from(list(ORDERS)), SEEDS)
 def test_a_choice_is_the_oracles(vocab, kind, params, uniform, order, seed):
     rng = np.random.default_rng(seed)

@@ -145,8 +145,10 @@ def test_a_prefill_is_the_simulators_flash_attention_2(monkeypatch, before, now,
 
 
 def test_the_numbers_in_the_documentation():
-    """docs/gpu.md's table: Llama-3-8B's attention, one layer, one token."""
+    """docs/gpu.md's table: Llama-3-8B's attention, one layer, one token; and the passes of a choice."""
     text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    plain, all_filters = (traffic.sample_passes(50257, filters, filters, filters) for filters in (False, True))
+    assert f"of 50,257, {plain} passes of 201 KB with temperature alone, {all_filters} with top-k, top-p and min-p" in text
     for keys in (1024, 8192, 131072):
         parts = traffic.decode([keys], 32, 8, 128, 4 * 128, 16)
         loads, partial = parts["attend_tiles"].loads, 2 * sum(parts["attend_tiles"].stores.values())
