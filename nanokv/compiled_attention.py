@@ -8,6 +8,7 @@ Symbols as in nanokv/attention.py.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from nanokv.kernels import layout
 from nanokv.kv.pages import tile_line
 from nanokv.kv.tile import TILE, Batch, Cache, Tiles, Visibility, members_of
 from nanokv.numerics import compiled_kernels
+
+if TYPE_CHECKING:
+    from nanokv.kernels.recording import Tables
 
 
 @dataclass(frozen=True)
@@ -46,18 +50,67 @@ def cached_attention(
     groups: dict[tuple[int, float], list[_Run]] = {}
     for one, rows in members_of(cache, len(q)):
         one.write(layer, k[rows], v[rows])
-        visibility = one.visibility(layer)
-        for first, stop in _same_tile(positions[rows]):
-            begin, end = first + rows.start, stop + rows.start
-            pages = one.pages(layer, int(positions[begin]) // TILE)
-            lines, places = pages.table(), pages.places()
-            if q_sinks is not None and visibility.streaming and visibility.sinks:
-                lines, places = _sinks_apart(lines, places, visibility.sinks)
-            groups.setdefault(pages.key, []).append(_Run(begin, end, visibility, lines, places))
+        for key, run in _runs_of(one, layer, rows.start, positions[rows], q_sinks is not None):
+            groups.setdefault(key, []).append(run)
     out = module_of(q).empty(q.shape, dtype=np.float32)
     for (unit_size, fixed), runs in groups.items():
         _fold(q, q if q_sinks is None else q_sinks, positions, runs, unit_size, k.shape[1], fixed, scale, out)
     return out
+
+
+def _runs_of(
+    one: Cache, layer: int, start: int, positions: np.ndarray, turned_twice: bool
+) -> Iterator[tuple[tuple[int, float], _Run]]:
+    """The runs of one sequence, whose rows begin at `start`, each with what those of one call have in common. A query that is
+    `turned_twice` meets the sinks of a streaming cache apart."""
+    visibility = one.visibility(layer)
+    for first, stop in _same_tile(positions):
+        pages = one.pages(layer, int(positions[first]) // TILE)
+        lines, places = pages.table(), pages.places()
+        if turned_twice and visibility.streaming and visibility.sinks:
+            lines, places = _sinks_apart(lines, places, visibility.sinks)
+        yield pages.key, _Run(first + start, stop + start, visibility, lines, places)
+
+
+def step_tables(cache: Cache | Batch, positions: np.ndarray, turned_twice: bool) -> "tuple[Tables, np.ndarray] | None":
+    """What attention and append look up in a step of all layers, and the slots [L, R] of its tokens; None where the caches
+    have no place for that, or nothing in common: then layers go one by one, through cached_attention()."""
+    from nanokv.kernels.recording import arranged
+
+    members = list(members_of(cache, len(positions)))
+    sources = [found for one, _ in members if (found := one.sources()) is not None]
+    if len(sources) < len(members):
+        return None
+    which: dict[tuple[int, ...], int] = {}  # what tells groups of layers that see alike in all caches -> their number
+    alike = [which.setdefault(each, len(which)) for each in zip(*(one.alike for one, _ in members), strict=True)]
+    homes, slots = np.empty(len(positions), np.int64), np.empty((len(which), len(positions)), np.int64)
+    groups: list[np.ndarray] = []
+    lines: list[np.ndarray] = []
+    places: list[np.ndarray] = []
+    owners: list[int] = []
+    keys, count = set(), 0
+    for group in range(len(which)):
+        table, layer = [], alike.index(group)
+        for index, (one, rows) in enumerate(members):
+            homes[rows], slots[group, rows] = index, one.step_slots(layer)
+            for key, run in _runs_of(one, layer, rows.start, positions[rows], turned_twice):
+                keys.add(key)
+                last = count + len(run.lines)
+                table.append((run.begin, run.end, count, last, run.visibility.window or 0, run.visibility.sinks))
+                lines.append(run.lines)
+                places.append(run.places)
+                owners += [index] * len(run.lines)
+                count = last
+        groups.append(np.array(table, np.int64))
+    if len(keys) > 1:
+        return None
+    ((unit_size, fixed),) = keys
+    tables = arranged(
+        groups, alike, positions=positions, tiles=np.concatenate(lines),
+        sources=np.stack(sources, axis=1), which=np.array(owners, np.int64), homes=homes, units=np.concatenate(places),
+        unit_size=unit_size, fixed=fixed,
+    )  # fmt: skip
+    return tables, slots[alike]
 
 
 def attend(

@@ -11,35 +11,36 @@ Symbols: R rows, Hq query heads, H key-value heads, G = Hq / H, D head width, T 
 from typing import Any
 
 import numpy as np
-from numba import prange
 
-from nanokv.kernels.compiling import jit
+from nanokv.kernels import layout as at
+from nanokv.kernels.compiling import inner
 from nanokv.kernels.decoding import decode_row
 from nanokv.kernels.functions import LOWEST, F, combine_lanes, exp
-from nanokv.kernels.layout import (
-    BEGIN,
-    CODEC,
-    END,
-    FIRST,
-    FLOAT32,
-    HIGH,
-    KEYS,
-    LAST,
-    LOW,
-    NUMBER,
-    QUERY,
-    SINKS,
-    TILE,
-    VALUES,
-    WINDOW,
-)  # fmt: skip
-from nanokv.kernels.linear import SEGMENT
-from nanokv.kernels.simd import add, first, fma1, load, product, splat, store, sub, transpose
+from nanokv.kernels.layout import BEGIN, END, FIRST, FLOAT32, HIGH, LAST, LOW, NUMBER, QUERY, SINKS, TILE, WINDOW
+from nanokv.kernels.linear import LEAST_TASKS, SEGMENT
+from nanokv.kernels.simd import (
+    add,
+    first,
+    float32_of_bits,
+    fma1,
+    integers,
+    load,
+    matrix,
+    number,
+    prefetch,
+    product,
+    splat,
+    store,
+    sub,
+    table,
+    transpose,
+    vector,
+)
 
-_six, _one, _one_on = product(6, 4), product(1, 4), product(1, 4, continues=True)
+_six, _two, _one, _one_on = product(6, 4), product(2, 4), product(1, 4), product(1, 4, continues=True)
 
 
-@jit()
+@inner()
 def _times(x: Any, x_row: Any, rows: Any, w: Any, w_row: Any, count: Any, width: Any, out: Any, out_row: Any) -> None:
     """out [rows, width] += x [rows, count] times w [count, width] by the product rule; width is a multiple of 64."""
     for column in range(0, width, 64):
@@ -51,15 +52,19 @@ def _times(x: Any, x_row: Any, rows: Any, w: Any, w_row: Any, count: Any, width:
                 if r + 6 <= rows:
                     _six(here, x_row, weights, w_row, some, to, out_row)
                     r += 6
+                elif r + 2 <= rows:
+                    _two(here, x_row, weights, w_row, some, to, out_row)
+                    r += 2
                 else:
                     _one(here, x_row, weights, w_row, some, to, out_row)
                     r += 1
 
 
-@jit()
+@inner()
 def _load_keys(
-    tile: Any, units: Any, unit_size: Any, fixed: Any, h: Any, heads: Any, dim: Any, count: Any, rows: Any, keys: Any
-) -> None:
+    codec: Any, planes: Any, units: Any, unit_size: Any, fixed: Any, h: Any, heads: Any, dim: Any, count: Any, rows: Any,
+    keys: Any,
+) -> None:  # fmt: skip
     """The first `count` keys of head h of a tile -> keys [D'', 128], one a column; D'' is D filled up to a multiple of 16.
 
     rows [16, D''] is where sixteen keys are decoded before they are turned; float32 in blocks of 16 or more needs no decoding.
@@ -67,31 +72,32 @@ def _load_keys(
     width, to = rows.shape[1], keys.ctypes.data
     for t in range(0, count, 16):
         source, step = rows.ctypes.data, width
-        if tile[CODEC] == FLOAT32 and width == dim and unit_size >= 16:
+        if codec == FLOAT32 and width == dim and unit_size >= 16:
             slot = units[t // unit_size] * unit_size + t % unit_size
-            source, step = tile[KEYS] + (slot * heads + h) * dim * 4, heads * dim
+            source, step = planes[0] + (slot * heads + h) * dim * 4, heads * dim
         else:
             for i in range(min(16, count - t)):
                 slot = units[(t + i) // unit_size] * unit_size + (t + i) % unit_size
-                decode_row(tile[CODEC], fixed, tile[KEYS:VALUES], True, slot, h, heads, dim, source + i * width * 4)
+                decode_row(codec, fixed, planes, True, slot, h, heads, dim, source + i * width * 4)
         for d in range(0, width, 16):
             transpose(source + d * 4, step, to + (d * TILE + t) * 4, TILE)
 
 
-@jit()
+@inner()
 def _load_values(
-    tile: Any, units: Any, unit_size: Any, fixed: Any, h: Any, heads: Any, dim: Any, count: Any, values: Any
+    codec: Any, planes: Any, units: Any, unit_size: Any, fixed: Any, h: Any, heads: Any, dim: Any, count: Any, values: Any
 ) -> None:
     """The first `count` values of head h of a tile -> values [128, D']."""
     for t in range(count):
         slot = units[t // unit_size] * unit_size + t % unit_size
         to = values.ctypes.data + t * values.shape[1] * 4
-        decode_row(tile[CODEC], fixed, tile[VALUES:QUERY], False, slot, h, heads, dim, to)
+        decode_row(codec, fixed, planes, False, slot, h, heads, dim, to)
+        values[t, dim:] = F(0)
 
 
-@jit()
+@inner()
 def _values_in_place(
-    weights: Any, tile: Any, units: Any, unit_size: Any, h: Any, heads: Any, dim: Any, count: Any, chain: Any, o: Any
+    weights: Any, base: Any, units: Any, unit_size: Any, h: Any, heads: Any, dim: Any, count: Any, chain: Any, o: Any
 ) -> None:
     """o [rows, D] = weights [rows, 128] times the values of head h, float32, read from their blocks; D is a multiple of 64."""
     o[:] = F(0)
@@ -103,10 +109,10 @@ def _values_in_place(
             while t < end:
                 some = min(unit_size - t % unit_size, end - t)
                 slot = units[t // unit_size] * unit_size + t % unit_size
-                source = tile[VALUES] + (slot * heads + h) * dim * 4
+                source = base + (slot * heads + h) * dim * 4
                 for column in range(0, dim, 64):
                     _one_on(
-                        weights[r].ctypes.data + t * 4,
+                        weights.ctypes.data + (r * TILE + t) * 4,
                         TILE,
                         source + column * 4,
                         step,
@@ -119,7 +125,7 @@ def _values_in_place(
                 o[r, d] += chain[d]
 
 
-@jit()
+@inner()
 def _weigh(scores: Any, tile: Any, count: Any, position: Any, window: Any, sinks: Any) -> Any:
     """A row of scores [128] of a tile's keys becomes weights in place -> m, l."""
     start = tile[NUMBER] * TILE
@@ -144,7 +150,7 @@ def _weigh(scores: Any, tile: Any, count: Any, position: Any, window: Any, sinks
     return m, first(combine_lanes(a, b, c, d))
 
 
-@jit()
+@inner()
 def _score(
     query: Any,
     group: Any,
@@ -165,7 +171,7 @@ def _score(
         m[r], l[r] = _weigh(scores[r], tile, count, positions[r // group], run[WINDOW], run[SINKS])
 
 
-@jit()
+@inner()
 def _sum_values(weights: Any, count: Any, values: Any, o: Any) -> None:
     """o [R G, D'] = weights [R G, 128] times values [128, D']."""
     o[:] = F(0)
@@ -175,7 +181,7 @@ def _sum_values(weights: Any, count: Any, values: Any, o: Any) -> None:
         _silence(weights[r], values, count, o[r])
 
 
-@jit()
+@inner()
 def _finite(o: Any) -> Any:
     total = F(0)
     for r in range(len(o)):
@@ -184,7 +190,7 @@ def _finite(o: Any) -> Any:
     return total == F(0)
 
 
-@jit()
+@inner()
 def _silence(weights: Any, values: Any, count: Any, o: Any) -> None:
     """Zero times a value that is not finite is NaN, but a key that weighs nothing must not show: where a sum is not finite it
     is made again without those keys. (Where it is finite, leaving them out changes nothing.)"""
@@ -200,12 +206,12 @@ def _silence(weights: Any, values: Any, count: Any, o: Any) -> None:
             o[d] = total
 
 
-@jit()
+@inner()
 def _exp1(x: Any) -> Any:
     return first(exp(splat(x)))
 
 
-@jit()
+@inner()
 def _combine(m: Any, l: Any, o: Any, m2: Any, l2: Any, o2: Any) -> Any:  # noqa: E741
     """The partial result (m, l, o [D']) followed by another -> m, l; o in place."""
     top = max(m, m2)
@@ -215,117 +221,180 @@ def _combine(m: Any, l: Any, o: Any, m2: Any, l2: Any, o2: Any) -> Any:  # noqa:
     return top, fma1(l, old, l2 * new)
 
 
-@jit()
+@inner()
 def _finish(l: Any, o: Any, out: Any) -> None:  # noqa: E741
     for d in range(len(out)):
         out[d] = F(0) if l == F(0) else o[d] / l
 
 
-@jit()
+@inner()
 def _seen(tile: Any, positions: Any) -> Any:
     """How many of a tile's keys the last of `positions` may see."""
     return min(TILE, positions[len(positions) - 1] + 1 - tile[NUMBER] * TILE)
 
 
-@jit()
-def _queries(q: Any, h: Any, group: Any, scale: Any, out: Any) -> None:
-    """q [R, Hq, D] -> out [R G, D]: the scaled queries of key-value head h."""
-    for r in range(len(q)):
+@inner()
+def _queries(q: Any, stride: Any, begin: Any, rows: Any, h: Any, group: Any, scale: Any, out: Any) -> None:
+    """The scaled queries of key-value head h in rows begin .. of q, `stride` apart -> out [R G, D]."""
+    dim = out.shape[1]
+    for r in range(rows):
         for g in range(group):
-            for d in range(q.shape[2]):
-                out[r * group + g, d] = q[r, h * group + g, d] * scale
+            one = vector(q + ((begin + r) * stride + (h * group + g) * dim) * 4, dim)
+            for d in range(dim):
+                out[r * group + g, d] = one[d] * scale
 
 
-@jit(parallel=True)
-def attend_few(
-    q: Any,
-    q_sinks: Any,
-    runs: Any,
-    positions: Any,
-    tiles: Any,
-    units: Any,
-    unit_size: Any,
-    heads: Any,
-    fixed: Any,
-    scale: Any,
-    out: Any,
-) -> None:
-    """Runs of at most FEW rows, by tiles. q, q_sinks, out [R, Hq, D], positions [R], runs and tiles as in layout.py, the units
-    of each tile [N, 128 / unit_size]."""
-    group, dim = q.shape[1] // heads, q.shape[2]
-    wide, width = (dim + 63) // 64 * 64, (dim + 15) // 16 * 16
-    lines = 0
-    owner = np.full(len(tiles), -1, np.int64)  # the run of each tile; some may belong to runs that are not given
-    for n in range(len(runs)):
-        owner[runs[n, FIRST] : runs[n, LAST]] = n
-        lines = max(lines, (runs[n, END] - runs[n, BEGIN]) * group)
-    m, l = np.empty((len(tiles), heads, lines), np.float32), np.empty((len(tiles), heads, lines), np.float32)  # noqa: E741
-    o = np.empty((len(tiles), heads, lines, wide), np.float32)
-    listed = np.flatnonzero(owner >= 0)
-    for task in prange(len(listed)):
-        at = listed[task]
-        run = runs[owner[at]]
-        here, where = q[run[BEGIN] : run[END]], positions[run[BEGIN] : run[END]]
-        rows, count = len(here) * group, _seen(tiles[at], where)
-        query, scores = np.empty((rows, dim), np.float32), np.empty((rows, TILE), np.float32)
-        keys, values = np.empty((width, TILE), np.float32), np.zeros((TILE, wide), np.float32)
-        decoded, chain = np.zeros((16, width), np.float32), np.empty(dim, np.float32)
-        for h in range(heads):
-            _queries(here if tiles[at, QUERY] == 0 else q_sinks[run[BEGIN] : run[END]], h, group, scale, query)
-            _load_keys(tiles[at], units[at], unit_size, fixed, h, heads, dim, count, decoded, keys)
-            _score(query, group, where, run, tiles[at], count, keys, scores, m[at, h, :rows], l[at, h, :rows])
-            sums, done = o[at, h, :rows], False
-            if tiles[at, CODEC] == FLOAT32 and dim == wide:
-                _values_in_place(scores, tiles[at], units[at], unit_size, h, heads, dim, count, chain, sums)
-                done = _finite(sums)
-            if not done:
-                _load_values(tiles[at], units[at], unit_size, fixed, h, heads, dim, count, values)
-                _sum_values(scores, count, values, sums)
-    for task in prange(len(runs) * heads):
-        run, h = runs[task // heads], task % heads
-        for line in range((run[END] - run[BEGIN]) * group):
-            top, total, value = m[run[FIRST], h, line], l[run[FIRST], h, line], o[run[FIRST], h, line]
-            for at in range(run[FIRST] + 1, run[LAST]):
-                top, total = _combine(top, total, value, m[at, h, line], l[at, h, line], o[at, h, line])
-            _finish(total, value, out[run[BEGIN] + line // group, h * group + line % group])
+@inner()
+def _ask_for(base: Any, units: Any, unit_size: Any, h: Any, heads: Any, dim: Any, count: Any) -> None:
+    """Asks the memory for head h of a tile's first `count` tokens, float32."""
+    for t in range(count):
+        slot = units[t // unit_size] * unit_size + t % unit_size
+        at = base + (slot * heads + h) * dim * 4
+        for byte in range(0, dim * 4, 64):
+            prefetch(at + byte)
 
 
-@jit(parallel=True)
-def attend_many(
-    q: Any,
-    q_sinks: Any,
-    runs: Any,
-    positions: Any,
-    tiles: Any,
-    units: Any,
-    unit_size: Any,
-    heads: Any,
-    fixed: Any,
-    scale: Any,
-    out: Any,
-) -> None:
-    """Runs of any number of rows, by runs and heads. Arguments as attend_few's."""
-    group, dim = q.shape[1] // heads, q.shape[2]
-    wide, width = (dim + 63) // 64 * 64, (dim + 15) // 16 * 16
-    for task in prange(len(runs) * heads):
-        run, h = runs[task // heads], task % heads
-        here, where = q[run[BEGIN] : run[END]], positions[run[BEGIN] : run[END]]
-        rows = len(here) * group
-        query, scores = np.empty((rows, dim), np.float32), np.empty((rows, TILE), np.float32)
-        keys, values = np.empty((width, TILE), np.float32), np.zeros((TILE, wide), np.float32)
-        decoded = np.zeros((16, width), np.float32)
-        m, l, o = np.empty((2, rows), np.float32), np.empty((2, rows), np.float32), np.empty((2, rows, wide), np.float32)  # noqa: E741
-        for at in range(run[FIRST], run[LAST]):
-            if at == run[FIRST] or tiles[at, QUERY] != tiles[at - 1, QUERY]:
-                _queries(here if tiles[at, QUERY] == 0 else q_sinks[run[BEGIN] : run[END]], h, group, scale, query)
-            count = _seen(tiles[at], where)
-            _load_keys(tiles[at], units[at], unit_size, fixed, h, heads, dim, count, decoded, keys)
-            _load_values(tiles[at], units[at], unit_size, fixed, h, heads, dim, count, values)
-            which = 0 if at == run[FIRST] else 1
-            _score(query, group, where, run, tiles[at], count, keys, scores, m[which], l[which])
-            _sum_values(scores, count, values, o[which])
-            if which:
-                for r in range(rows):
-                    m[0, r], l[0, r] = _combine(m[0, r], l[0, r], o[0, r], m[1, r], l[1, r], o[1, r])
-        for r in range(rows):
-            _finish(l[0, r], o[0, r], out[run[BEGIN] + r // group, h * group + r % group])
+@inner()
+def _rounded(dim: Any, to: Any) -> Any:
+    return (dim + to - 1) // to * to
+
+
+def attention_words(lines: int, dim: int) -> int:
+    """float32 numbers of scratch that a task needs for that many rows times heads of a group."""
+    wide, width = -(-dim // 64) * 64, -(-dim // 16) * 16
+    return lines * (dim + TILE + 4 + 2 * wide) + width * (TILE + 16) + TILE * wide + dim + 16 * 9
+
+
+@inner()
+def _cut(scratch: Any, rows: Any, columns: Any) -> Any:
+    """A part of the scratch memory [rows, columns] -> where the rest begins, and the part."""
+    return scratch + _rounded(rows * columns, 16) * 4, matrix(scratch, rows, columns)
+
+
+@inner()
+def parts_of(tiles: Any, heads: Any) -> Any:
+    """Tasks that share one tile's heads: one, so that a tile streams through memory, where there are tiles enough."""
+    return max(1, min(heads, LEAST_TASKS // max(1, tiles)))
+
+
+@inner()
+def _memory(op: Any, b: Any) -> Any:
+    """Where an operation's keys and values lie: sources [S, 7] (codec and planes) of its layer, which [N] of them a tile lies
+    in, units [N, 128 / unit_size], unit_size and fp8's scale."""
+    sources = table(b[at.SOURCES] + op[6] * b[at.NUM_SOURCES] * 7 * 8, b[at.NUM_SOURCES], 7)
+    units = table(b[at.UNITS], b[at.NUM_TILES], TILE // b[at.UNIT_SIZE])
+    return sources, integers(b[at.WHICH], b[at.NUM_TILES]), units, b[at.UNIT_SIZE], float32_of_bits(b[at.FIXED])
+
+
+@inner()
+def _tiles_and_runs(b: Any) -> Any:
+    """tiles, runs (layout.py) and positions [R]"""
+    tiles, runs = table(b[at.TILES], b[at.NUM_TILES], at.TILE_COLUMNS), table(b[at.RUNS], b[at.NUM_RUNS], at.RUN_COLUMNS)
+    return tiles, runs, integers(b[at.POSITIONS], b[at.NUM_ROWS])
+
+
+@inner()
+def attend_tile(task: Any, op: Any, scale: Any, b: Any, sets: Any, scratch: Any) -> None:
+    """Some heads of one tile of a run of at most FEW rows -> m, l [N, H, lines], o [N, H, lines, D'] at that tile's place.
+
+    An operation's numbers: q and its rows' stride, q_sinks and its rows' stride, layer, set, H, G, D.
+    """
+    q, q_stride, q_sinks, sinks_stride, heads, group, dim = op[2], op[3], op[4], op[5], op[8], op[9], op[10]
+    first, end = sets[op[7], at.FEW_TILES], sets[op[7], at.TILES_END]
+    parts = parts_of(end - first, heads)
+    place, part = first + task // parts, task % parts
+    tiles, runs, positions = _tiles_and_runs(b)
+    sources, which, units, unit_size, fixed = _memory(op, b)
+    number_of = integers(b[at.LISTED], b[at.NUM_LISTED])[place]
+    run, tile, units = runs[integers(b[at.OWNER], b[at.NUM_LISTED])[place]], tiles[number_of], units[number_of]
+    source = sources[which[number_of]]
+    codec, keys_at, values_at = source[0], source[1:4], source[4:7]
+    wide, width = _rounded(dim, 64), _rounded(dim, 16)
+    begin, few = run[BEGIN], run[END] - run[BEGIN]
+    where = positions[begin : run[END]]
+    rows, count = few * group, _seen(tile, where)
+    scratch, query = _cut(scratch, rows, dim)
+    scratch, scores = _cut(scratch, rows, TILE)
+    scratch, keys = _cut(scratch, width, TILE)
+    scratch, values = _cut(scratch, TILE, wide)
+    scratch, decoded = _cut(scratch, 16, width)
+    scratch, chains = _cut(scratch, 1, dim)
+    plain = codec == FLOAT32
+    for h in range(heads * part // parts, heads * (part + 1) // parts):
+        if plain:
+            _ask_for(values_at[0], units, unit_size, h, heads, dim, count)
+        if tile[QUERY] == 0:
+            _queries(q, q_stride, begin, few, h, group, scale, query)
+        else:
+            _queries(q_sinks, sinks_stride, begin, few, h, group, scale, query)
+        _load_keys(codec, keys_at, units, unit_size, fixed, h, heads, dim, count, decoded, keys)
+        line = (number_of * heads + h) * b[at.LINES]
+        m, l = vector(b[at.PART_M] + line * 4, rows), vector(b[at.PART_L] + line * 4, rows)  # noqa: E741
+        _score(query, group, where, run, tile, count, keys, scores, m, l)
+        sums, done = matrix(b[at.PART_O] + line * wide * 4, rows, wide), False
+        if plain and h + 1 < heads:
+            _ask_for(keys_at[0], units, unit_size, h + 1, heads, dim, count)
+        if plain and dim == wide:
+            _values_in_place(scores, values_at[0], units, unit_size, h, heads, dim, count, chains[0], sums)
+            done = _finite(sums)
+        if not done:
+            _load_values(codec, values_at, units, unit_size, fixed, h, heads, dim, count, values)
+            _sum_values(scores, count, values, sums)
+
+
+@inner()
+def combine_run(task: Any, op: Any, b: Any, sets: Any) -> None:
+    """One head of one run whose tiles attend_tile has done -> out [R, Hq, D]. An operation's numbers: set, H, G, D, out."""
+    heads, group, dim, out, lines = op[3], op[4], op[5], op[6], b[at.LINES]
+    _, runs, _ = _tiles_and_runs(b)
+    run, h, wide = runs[sets[op[2], at.FEW_RUNS] + task // heads], task % heads, _rounded(dim, 64)
+    for line in range((run[END] - run[BEGIN]) * group):
+        place = (run[FIRST] * heads + h) * lines + line
+        top, total, value = number(b[at.PART_M], place), number(b[at.PART_L], place), vector(b[at.PART_O] + place * wide * 4, wide)
+        for _ in range(run[FIRST] + 1, run[LAST]):
+            place += heads * lines
+            more = vector(b[at.PART_O] + place * wide * 4, wide)
+            top, total = _combine(top, total, value, number(b[at.PART_M], place), number(b[at.PART_L], place), more)
+        row = (run[BEGIN] + line // group) * heads * group + h * group + line % group
+        _finish(total, value, vector(out + row * dim * 4, dim))
+
+
+@inner()
+def attend_rows(task: Any, op: Any, scale: Any, b: Any, sets: Any, scratch: Any) -> None:
+    """One head of one run of many rows, tile after tile -> out [R, Hq, D]. Numbers as attend_tile's, then out."""
+    q, q_stride, q_sinks, sinks_stride, heads, group, dim = op[2], op[3], op[4], op[5], op[8], op[9], op[10]
+    tiles, runs, positions = _tiles_and_runs(b)
+    sources, which, units, unit_size, fixed = _memory(op, b)
+    run, h = runs[sets[op[7], at.MANY_RUNS] + task // heads], task % heads
+    begin, many = run[BEGIN], run[END] - run[BEGIN]
+    where = positions[begin : run[END]]
+    rows, wide, width = many * group, _rounded(dim, 64), _rounded(dim, 16)
+    scratch, query = _cut(scratch, rows, dim)
+    scratch, scores = _cut(scratch, rows, TILE)
+    scratch, keys = _cut(scratch, width, TILE)
+    scratch, values = _cut(scratch, TILE, wide)
+    scratch, decoded = _cut(scratch, 16, width)
+    scratch, m = _cut(scratch, 2, rows)
+    scratch, l = _cut(scratch, 2, rows)  # noqa: E741
+    scratch, o = _cut(scratch, rows, wide)
+    scratch, more = _cut(scratch, rows, wide)
+    for n in range(run[FIRST], run[LAST]):
+        if n == run[FIRST] or tiles[n, QUERY] != tiles[n - 1, QUERY]:
+            if tiles[n, QUERY] == 0:
+                _queries(q, q_stride, begin, many, h, group, scale, query)
+            else:
+                _queries(q_sinks, sinks_stride, begin, many, h, group, scale, query)
+        source, count = sources[which[n]], _seen(tiles[n], where)
+        _load_keys(source[0], source[1:4], units[n], unit_size, fixed, h, heads, dim, count, decoded, keys)
+        _load_values(source[0], source[4:7], units[n], unit_size, fixed, h, heads, dim, count, values)
+        if n == run[FIRST]:
+            _score(query, group, where, run, tiles[n], count, keys, scores, m[0], l[0])
+            _sum_values(scores, count, values, o)
+        else:
+            _score(query, group, where, run, tiles[n], count, keys, scores, m[1], l[1])
+            _sum_values(scores, count, values, more)
+            for r in range(rows):
+                m[0, r], l[0, r] = _combine(m[0, r], l[0, r], o[r], m[1, r], l[1, r], more[r])
+    for r in range(rows):
+        row = (begin + r // group) * heads * group + h * group + r % group
+        _finish(l[0, r], o[r], vector(op[11] + row * dim * 4, dim))

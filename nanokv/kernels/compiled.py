@@ -1,19 +1,19 @@
 """The compiled kernels as functions of arrays: what nanokv.numerics and nanokv.attention call. Importing it takes numba.
 
-Every function takes float32 and gives new float32 arrays. Symbols as in nanokv/numerics.py and nanokv/attention.py.
+Every function takes float32 and gives new float32 arrays: a program of one operation, written and run. Symbols as in
+nanokv/numerics.py and nanokv/attention.py.
 """
 
 from typing import Any
 
 import numpy as np
+from numba import get_num_threads
 
-from nanokv.kernels import attention, rows
-from nanokv.kernels import linear as products
-from nanokv.kernels.layout import BEGIN, END, FEW
-from nanokv.kernels.matrix import FORMATS, Matrix, pack
+from nanokv.kernels import layout
+from nanokv.kernels.matrix import Matrix, pack
+from nanokv.kernels.recording import Program, Tables, arranged
 
 F = np.float32
-NO_BIAS = np.zeros(0, F)
 
 
 def _solid(array: np.ndarray) -> np.ndarray:
@@ -21,49 +21,56 @@ def _solid(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array, dtype=F)
 
 
+def _run(program: Program, rows: int, tables: Tables | None = None) -> None:
+    program.ready().run(rows, get_num_threads(), tables)
+
+
 def linear(x: np.ndarray, weight: Matrix | np.ndarray, bias: np.ndarray | None) -> np.ndarray:
     """x [R, K], weight [N, K], bias [N] -> [R, N]. An array is packed first, at each call: give a Matrix."""
     matrix = weight if isinstance(weight, Matrix) else pack(weight)
-    out = np.empty((len(x), len(matrix)), F)
-    form = FORMATS.index(matrix.form)
-    products.linear(_solid(x), form, *matrix.addresses, NO_BIAS if bias is None else bias, out)
+    out, program = np.empty((len(x), len(matrix)), F), Program()
+    program.linear(_solid(x), matrix, None if bias is None else _solid(bias), out)
+    _run(program, len(x))
     return out
 
 
 def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float) -> np.ndarray:
     """[R, K] -> [R, K]"""
-    out = np.empty(x.shape, F)
-    rows.layer_norm(_solid(x), weight, bias, F(eps), out)
+    out, program = np.empty(x.shape, F), Program()
+    program.layer_norm(_solid(x), _solid(weight), _solid(bias), eps, out)
+    _run(program, len(x))
     return out
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """[..., K] -> [..., K]"""
-    flat = _solid(x).reshape(-1, x.shape[-1])
-    out = np.empty(flat.shape, F)
-    rows.rms_norm(flat, weight, F(eps), out)
-    return out.reshape(x.shape)
+    out, program = np.empty(x.shape, F), Program()
+    program.rms_norm(_solid(x), _solid(weight), eps, out)
+    _run(program, x.size // x.shape[-1])
+    return out
 
 
 def gelu_new(x: np.ndarray) -> np.ndarray:
     """[R, K] -> [R, K]"""
-    flat = _solid(x).reshape(-1)
-    out = np.empty(flat.shape, F)
-    rows.gelu_new(flat, out)
-    return out.reshape(x.shape)
+    out, program = np.empty(x.shape, F), Program()
+    program.gelu_new(_solid(x), out, x.shape[1])
+    _run(program, len(x))
+    return out
 
 
 def swiglu(gate_up: np.ndarray) -> np.ndarray:
     """[R, 2 I] -> [R, I]"""
-    out = np.empty((len(gate_up), gate_up.shape[1] // 2), F)
-    rows.swiglu(_solid(gate_up), out)
+    out, program = np.empty((len(gate_up), gate_up.shape[1] // 2), F), Program()
+    program.swiglu(_solid(gate_up), out, out.shape[1])
+    _run(program, len(gate_up))
     return out
 
 
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, adjacent: bool) -> np.ndarray:
     """x [R, H, D], cos, sin [R, 1, D / 2] -> [R, H, D]"""
-    out = np.empty(x.shape, F)
-    rows.rotate(_solid(x), cos[:, 0], sin[:, 0], adjacent, out)
+    out, program = np.empty(x.shape, F), Program()
+    program.rotate(_solid(x), x.shape[1], x.shape[2], _solid(cos[:, 0]), _solid(sin[:, 0]), adjacent, out)
+    _run(program, len(x))
     return out
 
 
@@ -82,12 +89,22 @@ def attend(
 ) -> None:
     """Runs of rows over the tiles that layout.py's tables list: q, q_sinks, out [R, Hq, D], positions [R], runs, tiles [N, …],
     units [N, T / unit_size]. `fixed` is fp8's scale. Rows that no run names are left as they are."""
-    many = runs[:, END] - runs[:, BEGIN] > FEW
-    one = _solid(q)
-    rest = positions, tiles, units, unit_size, kv_heads, F(fixed), F(scale), out
-    for chosen, kernel in ((runs[~many], attention.attend_few), (runs[many], attention.attend_many)):
-        if len(chosen):
-            kernel(one, one if q_sinks is q else _solid(q_sinks), chosen, *rest)
+    heads, dim = q.shape[1:]
+    one, program = _solid(q), Program()
+    program.attend(one, one if q_sinks is q else _solid(q_sinks), (kv_heads, heads // kv_heads, dim), 0, 0, scale, out)
+    sources = np.ascontiguousarray(tiles[None, :, layout.CODEC : layout.QUERY])
+    tables = arranged(
+        [runs],
+        [0],
+        positions=positions,
+        tiles=tiles,
+        sources=sources,
+        which=np.arange(len(tiles)),
+        units=units,
+        unit_size=unit_size,
+        fixed=fixed,
+    )
+    _run(program, len(q), tables)
 
 
 def settings() -> dict[str, Any]:

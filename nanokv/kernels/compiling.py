@@ -53,11 +53,25 @@ def _kept_in(folder: Path) -> Iterator[None]:
 
 def jit(**options: Any) -> Callable[[Callable], Any]:
     """Decorator: compiled at the first call, from the disk if it was before; IEEE arithmetic, division by zero included."""
+    return _kept(numba.njit, error_model="numpy", **options)
 
+
+def inner() -> Callable[[Callable], Any]:
+    """Decorator: as jit(), for functions that compiled code alone calls."""
+    return jit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+def c_function(signature: Any) -> Callable[[Callable], Any]:
+    """Decorator: compiled now, or read from the disk, and called through its `address`: so its code exists once, where what
+    one compiled function calls by name is compiled into it again."""
+    return _kept(numba.cfunc, signature, nopython=True, error_model="numpy")
+
+
+def _kept(compiler: Any, *arguments: Any, **options: Any) -> Callable[[Callable], Any]:
     def decorate(function: Callable) -> Any:
         if FOLDER is None:
-            return numba.njit(error_model="numpy", **options)(function)
+            return compiler(*arguments, **options)(function)
         with _kept_in(FOLDER):
-            return numba.njit(error_model="numpy", cache=True, **options)(function)
+            return compiler(*arguments, cache=True, **options)(function)
 
     return decorate

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nanokv.kernels.compiling import jit
+from nanokv.kernels.compiling import inner
 from nanokv.kernels.layout import BFLOAT16, FLOAT16, FLOAT32, FP8, FP8_FIXED, INT8
 from nanokv.kernels.simd import byte, float_of_bits, number, put, signed_byte, word
 
@@ -18,7 +18,7 @@ GROUP = 32
 _F, _I = np.float32, np.int32
 
 
-@jit()
+@inner()
 def half(bits: Any) -> Any:
     """float16's bits -> float32: a product with 2^112, which is exact, mends the exponent; NaN and infinity keep theirs."""
     size = (bits & _I(0x7FFF)) << _I(13)
@@ -29,7 +29,7 @@ def half(bits: Any) -> Any:
     return -value if sign else value
 
 
-@jit()
+@inner()
 def quarter(bits: Any) -> Any:
     """fp8 e4m3's bits -> float32, in the same way; its only special value is NaN."""
     size = (bits & _I(0x7F)) << _I(20)
@@ -39,7 +39,7 @@ def quarter(bits: Any) -> Any:
     return -value if bits & _I(0x80) else value
 
 
-@jit()
+@inner()
 def decode_row(codec: Any, fixed: Any, planes: Any, keys: Any, slot: Any, head: Any, heads: Any, dim: Any, out: Any) -> None:
     """One head of the token in `slot` into float32 at the address `out`. `planes`: three addresses; `fixed`: fp8's scale."""
     entry = slot * heads + head

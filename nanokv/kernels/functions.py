@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from nanokv.kernels.compiling import jit
+from nanokv.kernels.compiling import inner
 from nanokv.kernels.simd import absolute, add, div, fma, fold, mul, negative, power_of_two, splat, sub, where_less
 
 F = np.float32
@@ -17,7 +17,7 @@ _GELU_0 = F(2 * np.sqrt(2 / np.pi))
 _GELU_1 = F(2 * np.sqrt(2 / np.pi) * 0.044715)
 
 
-@jit()
+@inner()
 def exp(x: Any) -> Any:
     """exp(x) for x <= 0."""
     end, zero = splat(_EXP_END), splat(F(0))
@@ -34,20 +34,20 @@ def exp(x: Any) -> Any:
     return where_less(x, end, zero, mul(p, power_of_two(t)))
 
 
-@jit()
+@inner()
 def times_sigmoid(x: Any, z: Any) -> Any:
     """x / (1 + exp(-z)), by the exponential of a number that is never positive."""
     e = exp(negative(absolute(z)))
     return div(where_less(z, splat(F(0)), mul(x, e), x), add(splat(F(1)), e))
 
 
-@jit()
+@inner()
 def gelu(x: Any) -> Any:
     """GELU by tanh: (1 + tanh(u)) / 2 is the sigmoid of 2 u."""
     return times_sigmoid(x, mul(x, fma(splat(_GELU_1), mul(x, x), splat(_GELU_0))))
 
 
-@jit()
+@inner()
 def combine_lanes(a: Any, b: Any, c: Any, d: Any) -> Any:
     """The end of the sum rule for 64 lanes: 32 apart, 16 apart, then within sixteen -> the sum in every lane."""
     return fold(add(add(a, c), add(b, d)))

@@ -10,3 +10,18 @@ BEGIN, END, FIRST, LAST, WINDOW, SINKS, RUN_COLUMNS = range(7)
 NUMBER, CODEC, KEYS, VALUES, QUERY, LOW, HIGH, TILE_COLUMNS = 0, 1, 2, 5, 8, 9, 10, 11
 NO_LIMIT = 1 << 62
 FLOAT32, FLOAT16, BFLOAT16, INT8, FP8, FP8_FIXED, INT4 = range(7)
+
+# Kernels of a program (program.py), and numbers of a line of it.
+LINEAR, RMS_NORM, LAYER_NORM, ROTATE, GELU_NEW, SWIGLU, APPEND, ATTEND_TILES, COMBINE, ATTEND_ROWS, ADD, EMBED = range(12)
+COLUMNS, LINEAR_OUT = 12, 9
+# Columns of a set of runs, one for layers that see alike: its first run of few rows, of many, the end; its first tile that is
+# shared out, the end of those.
+FEW_RUNS, MANY_RUNS, SET_END, FEW_TILES, TILES_END, SET_COLUMNS = range(6)
+# A step's two counters, tasks begun and done, lie in lines of the cache of their own.
+DONE, COUNTER_BYTES = 8, 128
+# A run's arguments: addresses, sizes, and the bits of fp8's scale.
+(
+    STEPS, PROGRAM, REALS, COUNTERS, SCRATCH, SCRATCH_BYTES, NUM_ROWS, POSITIONS, HOMES, NUM_SETS, SETS, NUM_RUNS, RUNS,
+    NUM_LISTED, LISTED, OWNER, NUM_TILES, TILES, WHICH, UNITS, UNIT_SIZE, NUM_SOURCES, SOURCES, FIXED, LINES, PART_M, PART_L, PART_O,
+    THREADS, BLOCK,
+) = range(30)  # fmt: skip

@@ -7,14 +7,19 @@ optimiser's choice of order: compiled code contains the operations that are writ
 Addresses are whole numbers of bytes, offsets whole numbers of elements.
 """
 
+import os
+import platform
 from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import carray, types
 from numba.extending import intrinsic, models, register_model
 
+from nanokv.kernels.compiling import inner
+
 LANES = 16
+_X86 = platform.machine() in ("x86_64", "AMD64")
 
 _F32, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VF, _VI = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
@@ -228,15 +233,33 @@ byte = _number(_I8, types.int32, lambda b, value: b.zext(value, _I32))
 signed_byte = _number(_I8, types.int32, lambda b, value: b.sext(value, _I32))
 
 
+def _putting(kind: Any, given: Any, convert: Callable) -> Any:
+    @intrinsic
+    def place(_typing: Any, address: Any, element: Any, value: Any) -> Any:
+        def emit(context: Any, b: Any, _signature: Any, args: Any) -> Any:
+            b.store(convert(b, args[2]), _pointer(b, args[0], args[1], kind, kind))
+            return context.get_dummy_value()
+
+        return types.void(types.intp, types.intp, given), emit
+
+    return place
+
+
+# One number to an offset of an address: float32, the low 16 bits, the low 8.
+put = _putting(_F32, types.float32, lambda _b, value: value)
+put_word = _putting(_I16, types.int32, lambda b, value: b.trunc(value, _I16))
+put_byte = _putting(_I8, types.int32, lambda b, value: b.trunc(value, _I8))
+
+
 @intrinsic
-def put(_typing: Any, address: Any, element: Any, value: Any) -> Any:
-    """Writes one float32."""
+def bits_of_float(_typing: Any, value: Any) -> Any:
+    return types.int32(types.float32), lambda _c, b, _s, args: b.bitcast(args[0], _I32)
 
-    def emit(context: Any, b: Any, _signature: Any, args: Any) -> Any:
-        b.store(args[2], _pointer(b, args[0], args[1], _F32, _F32))
-        return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.float32), emit
+@intrinsic
+def float32_of_bits(_typing: Any, bits: Any) -> Any:
+    """The float32 in the low half of an int64."""
+    return types.float32(types.int64), lambda _c, b, _s, args: b.bitcast(b.trunc(args[0], _I32), _F32)
 
 
 @intrinsic
@@ -310,3 +333,86 @@ def product(rows: int, vectors: int, unroll: int = 4, continues: bool = False) -
         return types.void(*[types.intp] * 7), emit
 
     return segment
+
+
+@intrinsic
+def _as_floats(_typing: Any, address: Any) -> Any:
+    kind = types.CPointer(types.float32)
+    return kind(types.intp), lambda _c, b, _s, args: b.inttoptr(args[0], _F32.as_pointer())
+
+
+@intrinsic
+def _as_integers(_typing: Any, address: Any) -> Any:
+    kind = types.CPointer(types.int64)
+    return kind(types.intp), lambda _c, b, _s, args: b.inttoptr(args[0], _I64.as_pointer())
+
+
+@inner()
+def vector(address: Any, count: Any) -> Any:
+    """The float32 array [count] at an address."""
+    return carray(_as_floats(address), (count,))
+
+
+@inner()
+def matrix(address: Any, rows: Any, columns: Any) -> Any:
+    """The float32 array [rows, columns] at an address."""
+    return carray(_as_floats(address), (rows, columns))
+
+
+@inner()
+def integers(address: Any, count: Any) -> Any:
+    """The int64 array [count] at an address."""
+    return carray(_as_integers(address), (count,))
+
+
+@inner()
+def table(address: Any, rows: Any, columns: Any) -> Any:
+    """The int64 array [rows, columns] at an address."""
+    return carray(_as_integers(address), (rows, columns))
+
+
+@intrinsic
+def take(_typing: Any, address: Any, element: Any) -> Any:
+    """Adds one to an int64 that threads share -> what it was."""
+
+    def emit(_context: Any, b: Any, _signature: Any, args: Any) -> Any:
+        return b.atomic_rmw("add", _pointer(b, args[0], args[1], _I64, _I64), ir.Constant(_I64, 1), "seq_cst")
+
+    return types.intp(types.intp, types.intp), emit
+
+
+@intrinsic
+def look(_typing: Any, address: Any, element: Any) -> Any:
+    """An int64 that threads share, and with it all that was written before it was raised."""
+
+    def emit(_context: Any, b: Any, _signature: Any, args: Any) -> Any:
+        return b.load_atomic(_pointer(b, args[0], args[1], _I64, _I64), "acquire", 8)
+
+    return types.intp(types.intp, types.intp), emit
+
+
+@intrinsic
+def rest(_typing: Any, give_way: Any) -> Any:
+    """A moment of a waiting loop; with `give_way` another thread may have the core."""
+
+    def emit(context: Any, b: Any, _signature: Any, args: Any) -> Any:
+        if _X86:
+            _call(b, "llvm.x86.sse2.pause", ir.VoidType())
+        if os.name == "posix":
+            with b.if_then(b.trunc(args[0], ir.IntType(1))):
+                _call(b, "sched_yield", _I32)
+        return context.get_dummy_value()
+
+    return types.void(types.boolean), emit
+
+
+@intrinsic
+def prefetch(_typing: Any, address: Any) -> Any:
+    """Asks for a line of memory that will be read soon."""
+
+    def emit(context: Any, b: Any, _signature: Any, args: Any) -> Any:
+        pointer = b.inttoptr(args[0], _I8.as_pointer())
+        _call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, *(ir.Constant(_I32, n) for n in (0, 2, 1)))
+        return context.get_dummy_value()
+
+    return types.void(types.intp), emit

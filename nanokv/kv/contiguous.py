@@ -12,7 +12,7 @@ import numpy as np
 from nanokv.backend import NUMPY, Array, Backend
 from nanokv.errors import CapacityError, UsageError
 from nanokv.kv.codec import Codec, get_codec
-from nanokv.kv.pages import Pages
+from nanokv.kv.pages import Pages, sources_of
 from nanokv.kv.storage import OwnTile, Storage, runs
 from nanokv.kv.tile import CAUSAL, TILE, Tiles, Visibility
 
@@ -40,10 +40,12 @@ class ContiguousCache:
         self.capacity = capacity
         self.codec = codec or get_codec(None, dtype, backend)
         self._visibility = per_layer(visibility, num_layers)
+        self.alike = first_alike(self._visibility)
         self._rings = [
             _Ring(num_kv_heads, head_dim, capacity, self.codec, backend, self._visibility[layer]) for layer in range(num_layers)
         ]
         self._own = OwnTile(num_layers, num_kv_heads, head_dim, dtype, backend) if self.codec.own_tile else None
+        self._sources: np.ndarray | None = None  # once asked for
         self._length = 0  # tokens that count
         self._end = 0  # tokens written, those of an unfinished step included
 
@@ -132,6 +134,14 @@ class ContiguousCache:
         own = self._own.tile(layer, last) if self._own else None
         return Pages(ring.storage, 0, np.array(numbers, dtype=np.int64), units, last, own)
 
+    def sources(self) -> np.ndarray | None:
+        if self._sources is None and self._own is None:
+            self._sources = np.concatenate([sources_of(ring.storage) for ring in self._rings])
+        return self._sources
+
+    def step_slots(self, layer: int) -> np.ndarray:
+        return self._rings[layer].slots(self._length, self._end)
+
     def commit(self) -> None:
         for ring in self._rings:
             ring.drop(self._length, self._end)
@@ -157,10 +167,14 @@ class ContiguousCache:
         if self._own:
             self._own.restart(0)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy's memory lies elsewhere."""
+        return {**self.__dict__, "_sources": None}
+
     def copy(self) -> "ContiguousCache":
         """An independent cache with the same tokens and capacity."""
         other = object.__new__(ContiguousCache)
-        other.__dict__.update(self.__dict__)
+        other.__dict__.update(self.__getstate__())
         other._rings = [ring.copy() for ring in self._rings]
         other._own = self._own.copy() if self._own else None
         return other
@@ -175,6 +189,11 @@ def per_layer(visibility: Visibility | Sequence[Visibility], num_layers: int) ->
     if any(each.streaming for each in visibility) and len(set(visibility)) > 1:
         raise UsageError("a streaming cache counts positions inside itself: every layer needs the same window and sinks")
     return list(visibility)
+
+
+def first_alike(visibility: Sequence[Visibility]) -> list[int]:
+    """For each layer the first one with the same visibility."""
+    return [visibility.index(each) for each in visibility]
 
 
 def check_truncation(length: int, present: int, visibility: Sequence[Visibility], own: OwnTile | None) -> None:
@@ -227,6 +246,10 @@ class _Ring:
             part = slice(begin - start, end - start)
             self.storage.write(0, slice(slot, slot + end - begin), k[part], v[part])
 
+    def slots(self, start: int, stop: int) -> np.ndarray:
+        """Of the positions start .. stop - 1."""
+        return np.concatenate([np.arange(slot, slot + end - begin) for begin, end, slot in self._parts(start, stop)])
+
     def _parts(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Positions start .. stop - 1 in pieces that are consecutive in memory: (first, past the last, slot)."""
         if start >= stop:
@@ -254,6 +277,8 @@ class _Ring:
 
     def drop(self, old: int, new: int) -> None:
         """Clears what queries from position `new` on cannot see, whole groups of the codec's only."""
+        if self.visibility.window is None:
+            return
         group = max(spec.tokens for specs in self.storage.specs for spec in specs)
         begin = max(self.visibility.oldest(old) // group * group, -(-self.visibility.sinks // group) * group)
         self.clear(begin, self.visibility.oldest(new) // group * group)

@@ -18,8 +18,8 @@ from nanokv.backend import NUMPY, Array, Backend
 from nanokv.errors import UsageError
 from nanokv.kv.block_pool import NULL_BLOCK, BlockPool
 from nanokv.kv.codec import Codec, get_codec
-from nanokv.kv.contiguous import check_truncation, per_layer
-from nanokv.kv.pages import Pages
+from nanokv.kv.contiguous import check_truncation, first_alike, per_layer
+from nanokv.kv.pages import Pages, sources_of
 from nanokv.kv.prefix import BlockKey, block_keys, tagged
 from nanokv.kv.storage import OwnTile, Storage
 from nanokv.kv.tile import CAUSAL, TILE, Tiles, Visibility
@@ -50,6 +50,7 @@ class PagedPool:
         self.block_size = block_size
         self.codec = codec or get_codec(None, dtype, backend)
         self.visibility = per_layer(visibility, num_layers)
+        self.alike = first_alike(self.visibility)
         self.storage = Storage(num_layers, num_blocks, block_size, num_kv_heads, head_dim, self.codec, backend)
         self.storage.clear(0, block_size)  # the null block
         self._own = (num_layers, num_kv_heads, head_dim, dtype, backend)
@@ -202,6 +203,16 @@ class PagedCache:
             self._grids[sinks, window] = numbers, np.concatenate([self._grid(*sinks), self._grid(*window)])
         own = self._own.tile(layer, last) if self._own else None
         return Pages(self.pool.storage, layer, *self._grids[sinks, window], last, own)
+
+    @property
+    def alike(self) -> Sequence[int]:
+        return self.pool.alike
+
+    def sources(self) -> np.ndarray | None:
+        return None if self._own else sources_of(self.pool.storage)
+
+    def step_slots(self, layer: int) -> np.ndarray:
+        return self.slot_mapping(self._length, self._end)
 
     def _ranges(self, layer: int, last: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """The encoded tiles that queries in tile `last` may see: those of the sinks, and the others up to their own."""

@@ -37,10 +37,8 @@ class Pages:
         """A line of layout.py's columns for each tile, the own one last."""
         count = len(self.numbers)
         line = [0] * layout.TILE_COLUMNS
-        line[layout.CODEC], line[layout.HIGH] = codec_number(self.storage.codec), layout.NO_LIMIT
-        for column, planes in ((layout.KEYS, self.storage.k), (layout.VALUES, self.storage.v)):
-            for i, plane in enumerate(planes):
-                line[column + i] = address_of(plane) + self.layer * plane.strides[0]
+        line[layout.HIGH] = layout.NO_LIMIT
+        line[layout.CODEC : layout.QUERY] = sources_of(self.storage)[self.layer]
         lines = np.empty((count + (self.own is not None), layout.TILE_COLUMNS), np.int64)
         lines[:count] = line
         lines[:count, layout.NUMBER] = self.numbers
@@ -53,6 +51,18 @@ class Pages:
         if self.own is None:
             return self.units
         return np.concatenate([self.units, np.arange(TILE // self.storage.unit_size)[None]])
+
+
+def sources_of(storage: Storage) -> np.ndarray:
+    """Where keys and values of each layer lie [L, 7]: the codec's number and the addresses of three planes of each, 0 for
+    none."""
+    layers = np.arange(storage.k[0].shape[0])
+    found = np.zeros((len(layers), 7), np.int64)
+    found[:, 0] = codec_number(storage.codec)
+    for first, planes in ((1, storage.k), (4, storage.v)):
+        for i, plane in enumerate(planes):
+            found[:, first + i] = address_of(plane) + layers * plane.strides[0]
+    return found
 
 
 def tile_line(number: int, k: Array, v: Array) -> np.ndarray:

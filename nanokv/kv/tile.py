@@ -128,6 +128,20 @@ class Cache(Protocol):
         """The same, as where they lie: for the compiled kernels."""
         ...
 
+    @property
+    def alike(self) -> Sequence[int]:
+        """For each layer the first layer whose queries see the same positions."""
+        ...
+
+    def sources(self) -> np.ndarray | None:
+        """Where the keys and values of each layer lie: lines [L, 7] as nanokv.kv.pages.sources_of gives them; None for a cache
+        whose tokens have to be encoded by the tile."""
+        ...
+
+    def step_slots(self, layer: int) -> np.ndarray:
+        """The slots [R] of this step's tokens."""
+        ...
+
     def commit(self) -> None:
         """Ends the step: its tokens now count."""
         ...

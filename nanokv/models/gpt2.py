@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanokv.attention import cached_attention
-from nanokv.backend import Array, Backend, module_of
+from nanokv.backend import Array, Backend, address_of, module_of
 from nanokv.errors import CapacityError
 from nanokv.kv.tile import Batch, Cache
 from nanokv.models.config import GPT2Config
+from nanokv.models.recorded import Recordable, Recorded, RecordedHead, Room, can_record
 from nanokv.models.tokens import check_tokens
-from nanokv.numerics import EXACT, Numerics, activate, layer_norm, linear
+from nanokv.numerics import COMPILED, EXACT, Numerics, activate, layer_norm, linear
 
 Matrix = Array
 Vector = Array
@@ -40,7 +41,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class GPT2Params:
+class GPT2Params(Recordable):
     """Config and weights; `head` is the very same array as `wte` in a tied model."""
 
     config: GPT2Config
@@ -99,6 +100,11 @@ def hidden_states(params: GPT2Params, tokens: np.ndarray, cache: Cache | Batch, 
     learned = cache.position_ids(positions)
     if learned.max() >= config.num_positions:  # a GPU would wrap or clamp the index in silence
         raise CapacityError(f"position {learned.max()} is past the model's {config.num_positions} positions (0 is the first)")
+    if numerics is COMPILED and can_record(params.wte) and config.activation == "gelu_new":
+        found = params.recorded(len(tokens), _record).run(tokens, learned, positions, cache)
+        if found is not None:
+            cache.commit()
+            return found
     x = params.wte[xp.asarray(tokens)] + params.wpe[xp.asarray(learned)]  # [R, E]
     for layer, block in enumerate(params.blocks):
         x += _attention(x, block, layer, config, positions, cache, numerics)
@@ -109,6 +115,8 @@ def hidden_states(params: GPT2Params, tokens: np.ndarray, cache: Cache | Batch, 
 
 def unembed(params: GPT2Params, x: Array, *, numerics: Numerics = EXACT) -> Array:
     """Hidden states [R, E] -> logits [R, V]."""
+    if numerics is COMPILED and can_record(params.head):
+        return params.recorded(len(x), _record_head).run(x)
     x = layer_norm(x, params.ln_f_weight, params.ln_f_bias, params.config.layer_norm_epsilon, numerics)
     return linear(x, params.head, numerics=numerics)
 
@@ -128,6 +136,36 @@ def fast_bound(params: GPT2Params, x: Array) -> Array:
     normed = layer_norm(x, params.ln_f_weight, params.ln_f_bias, config.layer_norm_epsilon)
     size = np.linalg.norm(params.head, axis=-1).max() * np.linalg.norm(normed, axis=-1, keepdims=True)
     return 2 * (2 * config.num_layers + 1) * gamma * size
+
+
+def _record(params: GPT2Params, rows: int) -> Recorded:
+    """All layers, for at most `rows` rows."""
+    from nanokv.kernels.recording import Program
+
+    config, program = params.config, Program()
+    eps, heads, kv_heads, dim = config.layer_norm_epsilon, config.num_heads, config.num_kv_heads, config.head_dim
+    room = Room(rows, config.num_layers, config.width, heads, kv_heads, dim, config.inner, turned=False)
+    shape, stride = (kv_heads, heads // kv_heads, dim), (heads + 2 * kv_heads) * dim
+    q, k, v = (address_of(room.qkv) + first * dim * 4 for first in (0, heads, heads + kv_heads))
+    program.embed(room.tokens, params.wte, params.wpe, room.positions, room.x)
+    for layer, block in enumerate(params.blocks):
+        scale = config.attention_scale(layer)
+        program.layer_norm(room.x, block.ln_1_weight, block.ln_1_bias, eps, room.h)
+        program.linear(room.h, block.qkv_weight, block.qkv_bias, room.qkv)
+        program.append(k, kv_heads, dim, room.slots[layer], layer, values=False, stride=stride)
+        program.append(v, kv_heads, dim, room.slots[layer], layer, values=True, stride=stride)
+        program.attend(q, q, shape, layer, layer, dim**-0.5 if scale is None else scale, room.mixed, (stride, stride))
+        program.linear(room.mixed, block.proj_weight, block.proj_bias, room.x, adds=True)
+        program.layer_norm(room.x, block.ln_2_weight, block.ln_2_bias, eps, room.h)
+        program.linear(room.h, block.fc_weight, block.fc_bias, room.wide)
+        program.gelu_new(room.wide, room.inner, config.inner)
+        program.linear(room.inner, block.out_weight, block.out_bias, room.x, adds=True)
+    return Recorded(room, program, ())
+
+
+def _record_head(params: GPT2Params, rows: int) -> RecordedHead:
+    norm, eps = (params.ln_f_weight, params.ln_f_bias), params.config.layer_norm_epsilon
+    return RecordedHead(rows, params.head, lambda program, x, out: program.layer_norm(x, *norm, eps, out))
 
 
 def _attention(

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanokv.attention import cached_attention
-from nanokv.backend import Array, Backend, module_of
+from nanokv.backend import Array, Backend, address_of, module_of
 from nanokv.errors import CapacityError, UsageError
 from nanokv.kv.tile import Batch, Cache, members_of
 from nanokv.models.llama_config import LlamaConfig
+from nanokv.models.recorded import Recordable, Recorded, RecordedHead, Room, can_record
 from nanokv.models.tokens import check_tokens
-from nanokv.numerics import EXACT, Numerics, linear, rms_norm, swiglu
+from nanokv.numerics import COMPILED, EXACT, Numerics, linear, rms_norm, swiglu
 from nanokv.rope import rotate
 
 Matrix = Array
@@ -52,7 +53,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class LlamaParams:
+class LlamaParams(Recordable):
     """Config and weights; `head` is the very same array as `embedding` in a tied model."""
 
     config: LlamaConfig
@@ -114,9 +115,14 @@ def hidden_states(params: LlamaParams, tokens: np.ndarray, cache: Cache | Batch,
     inside = cache.position_ids(positions)
     if inside.max() >= config.num_positions:
         raise CapacityError(f"position {inside.max()} is past the model's {config.num_positions} positions (0 is the first)")
+    turn = config.rope.tables(positions, like=params.norm)
+    turn_sinks = config.rope.tables(inside, like=params.norm) if _has_sinks(cache, len(tokens)) else None
+    if numerics is COMPILED and can_record(params.embedding):
+        x = params.recorded(len(tokens), _record).run(tokens, inside, positions, cache, (*turn, *(turn_sinks or ())))
+        if x is not None:
+            cache.commit()
+            return x
     x = params.embedding[xp.asarray(tokens)]  # [R, E]
-    turn = config.rope.tables(positions, like=x)
-    turn_sinks = config.rope.tables(inside, like=x) if _has_sinks(cache, len(tokens)) else None
     for layer, block in enumerate(params.blocks):
         x += _attention(x, block, layer, config, turn, turn_sinks, positions, cache, numerics)
         x += _mlp(x, block, config, numerics)
@@ -126,6 +132,8 @@ def hidden_states(params: LlamaParams, tokens: np.ndarray, cache: Cache | Batch,
 
 def unembed(params: LlamaParams, x: Array, *, numerics: Numerics = EXACT) -> Array:
     """Hidden states [R, E] -> logits [R, V]."""
+    if numerics is COMPILED and can_record(params.head):
+        return params.recorded(len(x), _record_head).run(x)
     return linear(rms_norm(x, params.norm, params.config.norm_epsilon, numerics), params.head, numerics=numerics)
 
 
@@ -161,6 +169,45 @@ def _has_sinks(cache: Cache | Batch, rows: int) -> bool:
     """Whether some sequence counts positions inside its cache and has sinks, which are then at other distances."""
     seen = [member.visibility(0) for member, _ in members_of(cache, rows)]  # streaming is the same on every layer
     return any(each.streaming and each.sinks for each in seen)
+
+
+def _record(params: LlamaParams, rows: int) -> Recorded:
+    """All layers, for at most `rows` rows."""
+    from nanokv.kernels.recording import Program
+
+    config, program = params.config, Program()
+    eps, heads, kv_heads, dim = config.norm_epsilon, config.num_heads, config.num_kv_heads, config.head_dim
+    room = Room(rows, config.num_layers, config.width, heads, kv_heads, dim, 2 * config.inner, turned=True)
+    shape, stride, scale = (kv_heads, heads // kv_heads, dim), (heads + 2 * kv_heads) * dim, config.head_dim**-0.5
+    twice = []
+    program.embed(room.tokens, params.embedding, None, room.positions, room.x)
+    for layer, block in enumerate(params.blocks):
+        program.rms_norm(room.x, block.attention_norm, eps, room.h)
+        program.linear(room.h, block.qkv_weight, block.qkv_bias, room.qkv)
+        q, k, v = (address_of(room.qkv) + first * dim * 4 for first in (0, heads, heads + kv_heads))
+        gap: int | None = stride
+        if block.q_norm is not None and block.k_norm is not None:
+            program.rms_norm(q, block.q_norm, eps, room.q, heads, stride)
+            program.rms_norm(k, block.k_norm, eps, room.k, kv_heads, stride)
+            q, k, gap = address_of(room.q), address_of(room.k), None
+        adjacent = config.rope.adjacent
+        twice.append(program.rotate(q, heads, dim, room.sinks_cos, room.sinks_sin, adjacent, room.q_sinks, gap))
+        program.rotate(q, heads, dim, room.cos, room.sin, adjacent, room.q, gap)
+        program.rotate(k, kv_heads, dim, room.cos, room.sin, adjacent, room.k, gap)
+        program.append(room.k, kv_heads, dim, room.slots[layer], layer, values=False)
+        program.append(v, kv_heads, dim, room.slots[layer], layer, values=True, stride=stride)
+        program.attend(room.q, room.q_sinks, shape, layer, layer, scale, room.mixed)
+        program.linear(room.mixed, block.output_weight, block.output_bias, room.x, adds=True)
+        program.rms_norm(room.x, block.mlp_norm, eps, room.h)
+        program.linear(room.h, block.gate_up_weight, block.gate_up_bias, room.wide)
+        program.swiglu(room.wide, room.inner, config.inner)
+        program.linear(room.inner, block.down_weight, block.down_bias, room.x, adds=True)
+    return Recorded(room, program, tuple(twice))
+
+
+def _record_head(params: LlamaParams, rows: int) -> RecordedHead:
+    eps = params.config.norm_epsilon
+    return RecordedHead(rows, params.head, lambda program, x, out: program.rms_norm(x, params.norm, eps, out))
 
 
 def _attention(

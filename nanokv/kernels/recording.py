@@ -1,0 +1,237 @@
+"""Programs written: an operation's name and arrays -> the line that nanokv/kernels/program.py reads, and the call that runs it.
+
+Arrays are named by their addresses, so a program keeps hold of them. Rows of a program are as many as it is told when it is
+run: its arrays have room for the most.
+
+Symbols as in nanokv/kernels/rows.py and attention.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from nanokv.backend import address_of
+from nanokv.kernels import layout
+from nanokv.kernels.attention import attention_words
+from nanokv.kernels.linear import linear_words
+from nanokv.kernels.matrix import FORMATS, Matrix
+from nanokv.kernels.program import run
+from nanokv.kernels.rows import norm_words
+
+F, I = np.float32, np.int64  # noqa: E741
+Place = np.ndarray | int  # an array or an address inside one
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What attention and append look up in a run, one for all layers: see layout.py. Runs of few rows come first in a set;
+    `listed` are their tiles, `owner` the runs of those, `most` the rows of the longest."""
+
+    positions: np.ndarray = field(default_factory=lambda: np.zeros((0,), I))  # [R]
+    sets: np.ndarray = field(default_factory=lambda: np.zeros((1, layout.SET_COLUMNS), I))
+    runs: np.ndarray = field(default_factory=lambda: np.zeros((0, layout.RUN_COLUMNS), I))
+    listed: np.ndarray = field(default_factory=lambda: np.zeros((0,), I))  # [n]
+    owner: np.ndarray = field(default_factory=lambda: np.zeros((0,), I))  # [n]
+    tiles: np.ndarray = field(default_factory=lambda: np.zeros((0, layout.TILE_COLUMNS), I))
+    sources: np.ndarray = field(default_factory=lambda: np.zeros((1, 0, 7), I))  # [L, S, 7]
+    which: np.ndarray = field(default_factory=lambda: np.zeros((0,), I))  # [N]
+    homes: np.ndarray = field(default_factory=lambda: np.zeros((0,), I))  # [R]
+    units: np.ndarray = field(default_factory=lambda: np.zeros((0, 1), I))  # [N, T / unit_size]
+    unit_size: int = layout.TILE
+    fixed: float = 1.0
+    most: int = 0
+
+
+def arranged(groups: Sequence[np.ndarray], alike: Sequence[int], **others: Any) -> Tables:
+    """Tables from groups of runs, in any order, whose tiles lie among all `tiles`; a set for each of `alike`: its group."""
+    sets, runs, most, count = np.zeros((len(groups), layout.SET_COLUMNS), I), [], 0, 0
+    listed: list[int] = []
+    owner: list[int] = []
+    for line, group in zip(sets, groups, strict=True):
+        rows = group[:, layout.END] - group[:, layout.BEGIN]
+        few = rows <= layout.FEW
+        line[layout.FEW_RUNS], line[layout.FEW_TILES] = count, len(listed)
+        for each in group[few].tolist():
+            tiles = range(each[layout.FIRST], each[layout.LAST])
+            listed += tiles
+            owner += [count] * len(tiles)
+            count += 1
+        line[layout.MANY_RUNS], line[layout.TILES_END] = count, len(listed)
+        most = max(most, int(rows[few].max(initial=0)))
+        runs += [group[few], group[~few]]
+        count += len(group) - int(few.sum())
+        line[layout.SET_END] = count
+    return Tables(
+        sets=sets[list(alike)],
+        runs=np.concatenate(runs),
+        listed=np.array(listed, I),
+        owner=np.array(owner, I),
+        most=most,
+        **others,
+    )
+
+
+@dataclass
+class Program:
+    """A list of operations, to be written by its methods and then run as often as one likes."""
+
+    lines: list[list[int]] = field(default_factory=list)
+    reals: list[float] = field(default_factory=list)
+    words: int = 0  # scratch that the greediest operation needs, without attention
+    kept: list[Any] = field(default_factory=list)
+    shape: tuple[int, int, int] = (0, 0, 0)  # attention's H, G and D
+
+    def _write(self, kind: int, *numbers: Any, real: float = 0.0) -> int:
+        """`numbers` follow the rows; an array stands for its address. The operation's place in the list."""
+        arrays = [each for each in numbers if isinstance(each, np.ndarray)]
+        assert all(array.flags.c_contiguous and array.dtype in (F, I) for array in arrays)
+        self.kept += arrays
+        line = [address_of(each) if isinstance(each, np.ndarray) else int(each) for each in numbers]
+        self.lines.append([kind, 0, *line, *[0] * (layout.COLUMNS - 2 - len(line))])
+        self.reals.append(real)
+        return len(self.lines) - 1
+
+    def linear(self, x: np.ndarray, matrix: Matrix, bias: np.ndarray | None, out: np.ndarray, adds: bool = False) -> int:
+        """x [R, K], bias [N] -> out [R, N], or added to it; its place in the list."""
+        outputs, inputs = matrix.shape
+        self.kept.append(matrix)
+        self.words = max(self.words, linear_words())
+        form = FORMATS.index(matrix.form)
+        return self._write(layout.LINEAR, x, form, *matrix.addresses, 0 if bias is None else bias, adds, out, inputs, outputs)
+
+    def rms_norm(
+        self, x: Place, weight: np.ndarray, eps: float, out: np.ndarray, heads: int = 1, stride: int | None = None
+    ) -> None:
+        """x [R, H, K] with rows `stride` elements apart -> out [R, H, K]."""
+        width = len(weight)
+        self.words = max(self.words, norm_words(width))
+        self._write(layout.RMS_NORM, x, heads * width if stride is None else stride, heads, weight, out, width, real=eps)
+
+    def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float, out: np.ndarray) -> None:
+        """x, out [R, K]"""
+        self.words = max(self.words, norm_words(len(weight)))
+        self._write(layout.LAYER_NORM, len(weight), x, weight, bias, out, real=eps)
+
+    def gelu_new(self, x: np.ndarray, out: np.ndarray, width: int) -> None:
+        """x, out [R, I]"""
+        self.words = max(self.words, 16)
+        self._write(layout.GELU_NEW, width, x, out)
+
+    def swiglu(self, gate_up: np.ndarray, out: np.ndarray, inner: int) -> None:
+        """gate_up [R, 2 I] -> out [R, I]"""
+        self.words = max(self.words, 16)
+        self._write(layout.SWIGLU, inner, gate_up, out)
+
+    def rotate(
+        self, x: Place, heads: int, dim: int, cos: np.ndarray, sin: np.ndarray, adjacent: bool, out: np.ndarray,
+        stride: int | None = None,
+    ) -> int:  # fmt: skip
+        """x [R, H, D] with rows `stride` elements apart, cos, sin [R, D / 2] -> out [R, H, D]; its place in the list."""
+        return self._write(layout.ROTATE, x, heads * dim if stride is None else stride, heads, dim, cos, sin, adjacent, out)
+
+    def add(self, x: np.ndarray, y: np.ndarray, width: int) -> None:
+        """x += y, [R, E]"""
+        self._write(layout.ADD, width, x, y)
+
+    def embed(
+        self, tokens: np.ndarray, matrix: Matrix, places: np.ndarray | None, positions: np.ndarray, out: np.ndarray
+    ) -> None:
+        """tokens [R] int64, a matrix [V, E] -> out [R, E]; plus the rows of `places` [., E] at positions [R]."""
+        self.kept.append(matrix)
+        form, places = FORMATS.index(matrix.form), 0 if places is None else places  # type: ignore[assignment]
+        self._write(layout.EMBED, matrix.shape[1], tokens, form, *matrix.addresses, places, positions, out)
+
+    def append(
+        self, x: Place, heads: int, dim: int, slots: np.ndarray, layer: int, values: bool, stride: int | None = None
+    ) -> None:
+        """x [R, H, D] with rows `stride` elements apart into the slots [R] of a layer, as keys or `values`."""
+        self._write(layout.APPEND, x, heads * dim if stride is None else stride, heads, dim, slots, layer, values)
+
+    def attend(
+        self, q: Place, q_sinks: Place, shape: tuple[int, int, int], layer: int, which: int, scale: float,
+        out: np.ndarray, strides: tuple[int, int] | None = None,
+    ) -> None:  # fmt: skip
+        """q, q_sinks [R, Hq, D], rows `strides` elements apart, over the runs of set `which` -> out [R, Hq, D]; `shape` is
+        H, G, D."""
+        heads, group, dim = self.shape = shape
+        both = strides or (heads * group * dim,) * 2
+        common = q, both[0], q_sinks, both[1], layer, which, *shape
+        self._write(layout.ATTEND_TILES, *common, real=scale)
+        self._write(layout.COMBINE, which, *shape, out)
+        self._write(layout.ATTEND_ROWS, *common, out, real=scale)
+
+    def ready(self) -> "Ready":
+        """The program, to be run."""
+        return Ready(self)
+
+
+class Ready:
+    """A program that is written. It has scratch memory of its own: one run at a time."""
+
+    def __init__(self, program: Program):
+        self._program, self._shape, self._words = np.array(program.lines, I), program.shape, program.words
+        self._reals, self._kept = np.array(program.reals, F), program.kept
+        self._counters = np.zeros((len(program.lines), layout.COUNTER_BYTES // 8), I)
+        self._scratch = self._partial = np.empty(0, F)
+        self._block = np.zeros(layout.BLOCK, I)
+        for column, array in (
+            (layout.PROGRAM, self._program), (layout.REALS, self._reals), (layout.COUNTERS, self._counters)
+        ):  # fmt: skip
+            self._block[column] = address_of(array)
+
+    def point(self, operation: int, column: int, array: np.ndarray) -> None:
+        """Another array in place of the one that an operation was written with; the caller keeps hold of it."""
+        self._program[operation, column] = address_of(array)
+
+    def run(self, rows: int, threads: int, tables: Tables | None = None, skip: tuple[int, ...] = ()) -> None:
+        """On `threads` threads; operations `skip` are left out."""
+        tables = tables or Tables()
+        block = self._block
+        self._make_room(tables, threads)
+        self._program[:, 1] = rows
+        self._program[list(skip), 1] = 0
+        self._counters[:] = 0
+        steps = len(self._program)
+        block[[layout.STEPS, layout.NUM_ROWS, layout.NUM_SETS, layout.NUM_RUNS, layout.NUM_LISTED, layout.NUM_TILES]] = (
+            steps, len(tables.positions), len(tables.sets), len(tables.runs), len(tables.listed), len(tables.tiles)
+        )  # fmt: skip
+        block[layout.THREADS], block[layout.NUM_SOURCES], block[layout.UNIT_SIZE] = (
+            threads,
+            tables.sources.shape[1],
+            tables.unit_size,
+        )
+        block[layout.FIXED] = int(np.float32(tables.fixed).view(np.int32))
+        for column, array in (
+            (layout.SCRATCH, self._scratch), (layout.POSITIONS, tables.positions), (layout.HOMES, tables.homes),
+            (layout.SETS, tables.sets), (layout.RUNS, tables.runs), (layout.LISTED, tables.listed),
+            (layout.OWNER, tables.owner), (layout.TILES, tables.tiles), (layout.WHICH, tables.which),
+            (layout.UNITS, tables.units), (layout.SOURCES, tables.sources),
+        ):  # fmt: skip
+            assert array.flags.c_contiguous
+            block[column] = address_of(array)
+        run(threads, address_of(block))
+
+    def _make_room(self, tables: Tables, threads: int) -> None:
+        """Scratch memory for this run; fresh where what there is does not suffice."""
+        heads, group, dim = self._shape
+        words = self._words
+        if heads:
+            longest = int((tables.runs[:, layout.END] - tables.runs[:, layout.BEGIN]).max(initial=0))
+            words = max(words, attention_words(longest * group, dim))
+        each = -(-words // 16) * 16
+        if self._scratch.size < each * threads:
+            self._scratch = np.empty(each * threads, F)
+        lines, wide = tables.most * group, -(-dim // 64) * 64
+        partial = len(tables.tiles) * heads * lines
+        if self._partial.size < partial * (wide + 2):
+            self._partial = np.empty(partial * (wide + 2), F)
+        o = address_of(self._partial)
+        m = o + partial * wide * 4
+        block = self._block
+        block[layout.SCRATCH_BYTES], block[layout.LINES], block[layout.PART_M : layout.PART_O + 1] = (
+            each * 4,
+            lines,
+            (m, m + partial * 4, o),
+        )

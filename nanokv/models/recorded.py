@@ -1,0 +1,124 @@
+"""All layers of a model as one program of compiled kernels (nanokv/kernels/program.py), recorded once and run for every step.
+
+A model says what it is made of by a function (params, program, room) that writes its operations; the room is memory for the
+rows of a step, used again by every layer and every step. The bits are those of the same operations called one by one.
+
+Symbols: R rows, E width, Hq query heads, H key-value heads, D head width, I inner width, V vocabulary, L layers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from nanokv.compiled_attention import step_tables
+from nanokv.kernels import layout
+from nanokv.kernels.matrix import Matrix
+from nanokv.kv.tile import Batch, Cache
+
+if TYPE_CHECKING:
+    from nanokv.kernels.recording import Program
+
+LEAST_ROWS = 16
+F, I = np.float32, np.int64  # noqa: E741
+
+
+class Room:
+    """Memory for at most `rows` rows."""
+
+    def __init__(self, rows: int, layers: int, width: int, heads: int, kv_heads: int, dim: int, widest: int, turned: bool):
+        def floats(*shape: int) -> np.ndarray:
+            return np.empty((rows, *shape), F)
+
+        self.rows = rows
+        self.tokens, self.positions, self.slots = np.zeros(rows, I), np.zeros(rows, I), np.zeros((layers, rows), I)
+        self.x, self.h = floats(width), floats(width)
+        self.qkv, self.mixed = floats(heads + 2 * kv_heads, dim), floats(heads, dim)
+        self.wide, self.inner = floats(widest), floats(widest)
+        angles = dim // 2 if turned else 0
+        self.cos, self.sin, self.sinks_cos, self.sinks_sin = (floats(angles) for _ in range(4))
+        self.q, self.q_sinks, self.k = (floats(each if turned else 0, dim) for each in (heads, heads, kv_heads))
+
+
+class Recorded:
+    """A model's programs for at most `room.rows` rows: its layers, and the norm and the head."""
+
+    def __init__(self, room: Room, layers: "Program", twice: tuple[int, ...]):
+        self.room, self.rows, self._layers, self._twice = room, room.rows, layers.ready(), twice
+        self._lock = Lock()
+
+    def run(
+        self,
+        tokens: np.ndarray,
+        inside: np.ndarray,
+        positions: np.ndarray,
+        cache: Cache | Batch,
+        turns: tuple[np.ndarray, ...] = (),
+    ) -> np.ndarray | None:
+        """The last layer's output [R, E] for ids and positions [R], those that the model is told `inside`; keys and values go
+        into the cache. `turns`: cos and sin [R, 1, D / 2] and, where sinks are met by other queries, those of these. None,
+        with nothing done, where the caches cannot be served by one program."""
+        from numba import get_num_threads
+
+        rows, room = len(tokens), self.room
+        found = step_tables(cache, positions, len(turns) > 2)
+        if found is None:
+            return None
+        tables, slots = found
+        with self._lock:
+            room.tokens[:rows], room.positions[:rows], room.slots[:, :rows] = tokens, inside, slots
+            for to, turn in zip((room.cos, room.sin, room.sinks_cos, room.sinks_sin), turns, strict=False):
+                to[:rows] = turn[:, 0]
+            self._layers.run(rows, get_num_threads(), tables, () if len(turns) > 2 else self._twice)
+            return room.x[:rows].copy()
+
+
+class RecordedHead:
+    """A model's last norm and its head, for at most `rows` rows. `write_norm` (program, x, out) writes the norm."""
+
+    def __init__(self, rows: int, head: Matrix, write_norm: Callable[["Program", np.ndarray, np.ndarray], None]):
+        from nanokv.kernels.recording import Program
+
+        self.rows, self._outputs = rows, len(head)
+        self._x, self._h = np.empty((rows, head.shape[1]), F), np.empty((rows, head.shape[1]), F)
+        program, no_logits = Program(), np.empty(0, F)
+        write_norm(program, self._x, self._h)
+        self._last = program.linear(self._h, head, None, no_logits)
+        self._program, self._lock = program.ready(), Lock()
+
+    def run(self, x: np.ndarray) -> np.ndarray:
+        """[R, E] -> logits [R, V]"""
+        from numba import get_num_threads
+
+        logits = np.empty((len(x), self._outputs), F)
+        with self._lock:
+            self._x[: len(x)] = x
+            self._program.point(self._last, layout.LINEAR_OUT, logits)
+            self._program.run(len(x), get_num_threads())
+        return logits
+
+
+Made = TypeVar("Made", Recorded, RecordedHead)
+
+
+@dataclass(frozen=True)
+class Recordable:
+    """Parameters of a model that can be recorded; programs lie beside them, and a copy of them makes its own."""
+
+    def recorded(self, rows: int, record: Callable[[Any, int], Made]) -> Made:
+        """What `record` makes for that many rows, the one of before if it has room."""
+        programs = self.__dict__.setdefault("_programs", {})
+        found = programs.get(record)
+        if found is None or found.rows < rows:
+            found = programs[record] = record(self, max(LEAST_ROWS, 1 << (rows - 1).bit_length()))
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_programs"}
+
+
+def can_record(table: Any) -> bool:
+    """Whether a model whose embedding is `table` is packed in host memory."""
+    return isinstance(table, Matrix)
