@@ -1,11 +1,13 @@
-"""Softmax of long rows by the long sum rule of docs/numerics.md: the bits of the card's kernel. Importing it takes numba."""
+"""Softmax of long rows by the long sum rule of docs/numerics.md: the bits of the card's kernel. Importing it takes numba.
+
+One thread: a row of 50,000 numbers stays in the caches.
+"""
 
 from typing import Any
 
 import numpy as np
-from numba import prange
 
-from nanokv.kernels.compiling import jit
+from nanokv.kernels.compiling import inner, jit
 from nanokv.kernels.functions import LOWEST, F, combine_lanes, exp
 from nanokv.kernels.simd import add, first, load, splat, store, sub
 
@@ -19,10 +21,10 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return out
 
 
-@jit(parallel=True)
+@jit()
 def _softmax(x: Any, out: Any) -> None:
     width = x.shape[1]
-    for r in prange(len(x)):
+    for r in range(len(x)):
         top = LOWEST
         for i in range(width):
             if x[r, i] > top:
@@ -34,7 +36,7 @@ def _softmax(x: Any, out: Any) -> None:
             out[r, i] = F(0) if total == F(0) else out[r, i] / total
 
 
-@jit()
+@inner()
 def _weigh(x: Any, out: Any, begin: Any, end: Any, top: Any, last: Any) -> Any:
     """out = exp(x - top) from `begin` to `end`, and its sum by the sum rule. `last` [64] holds what is no whole 64."""
     shift = splat(top)
