@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 # Nothing is contracted that the source does not say; division, square root and subnormal numbers are IEEE's by default.
 OPTIONS = ("--std=c++17", "--fmad=false")
 
-FORMS = ("Float32", "Bf16", "Fp16", "Int8", "Int4")  # in the order of nanokv.kernels.matrix.FORMATS
+FORMS = ("Float32", "Bf16", "Fp16", "Int8", "Int4", "Int8Row")  # in the order of nanokv.kernels.matrix.FORMATS
 FEW_ROWS = (1, 4, 8)  # rows that one block of linear_segments takes
 QUERIES = (8, 16)  # queries that one block of attention takes
 KERNELS: dict[str, tuple[str, ...]] = {

@@ -8,7 +8,7 @@ Symbols: R rows, K inputs, N outputs, Hq query heads, H key-value heads, G = Hq 
 
 from dataclasses import dataclass, field
 
-from nanokv.kernels.cuda.launches import CODE_GROUP, FEW, MANY_ROWS, PANEL, TILE, queries_of, segments_of
+from nanokv.kernels.cuda.launches import CODE_GROUP, FEW, FEW_WARPS, MANY_ROWS, PANEL, TILE, queries_of, segments_of
 from nanokv.kernels.cuda.program import FEW_ROWS
 
 
@@ -25,10 +25,11 @@ class Traffic:
         return sum(self.loads.values()) + sum(self.stores.values())
 
 
-def linear(rows: int, inputs: int, outputs: int, weight_bytes: int, bias: bool) -> dict[str, Traffic]:
+def linear(rows: int, inputs: int, outputs: int, weight_bytes: int, bias: bool, row_scales: bool = False) -> dict[str, Traffic]:
     """linear(): the weights once for every 8 rows (every 128 where there are many), x once a panel.
 
-    `weight_bytes` is Matrix.nbytes. FLOPs are those that are done: of whole panels, and of as many rows as a block holds.
+    `weight_bytes` is Matrix.nbytes; scales of whole rows are read by each block that has segments of them. FLOPs are those
+    that are done: of whole panels, and of as many rows as a block holds.
     """
     panels, segments, x = -(-outputs // PANEL), segments_of(inputs), rows * inputs * 4
     added = {"bias": 4 * outputs * (1 if rows <= FEW else -(-rows // MANY_ROWS))} if bias else {}
@@ -44,7 +45,8 @@ def linear(rows: int, inputs: int, outputs: int, weight_bytes: int, bias: bool) 
         }
     each = next((count for count in FEW_ROWS if count >= rows), FEW_ROWS[-1])
     blocks, sums = -(-rows // each), 4 * segments * rows * outputs
-    padded = -(-inputs // 8) * 8
+    padded, again = -(-inputs // 8) * 8, -(-segments // FEW_WARPS) - 1
+    weight_bytes += again * panels * PANEL * 2 if row_scales else 0
     return {
         "linear_segments": Traffic(
             {"W": blocks * weight_bytes, "x": panels * x}, {"sums": sums}, 2 * blocks * each * padded * panels * PANEL
