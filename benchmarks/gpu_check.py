@@ -122,7 +122,7 @@ def main() -> None:
     console.print(f"GPT-2 124M: prefill of 512 {result['prefill_512_ms']:.2f} ms, decode {result['decode_ms']:.3f} ms a token")
     exact = result["exact"]
     console.print(f"exact: bits are the CPU's: {gpu_exact.passed(exact)}; compute-sanitizer: {exact['compute_sanitizer']}")
-    for name in ("decode", "prefill", "paged_attention"):
+    for name in ("decode", "prefill", "paged_attention", "choices"):
         found = exact[name]
         for row in found if isinstance(found, list) else [found]:
             cells = (f"{key} {value:,.1f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())

@@ -24,6 +24,8 @@ from nanokv.kernels.choice import PackedMemory
 from nanokv.kernels.cuda import launches, traffic
 from nanokv.kernels.cuda.arrays import CardMemory, sent
 from nanokv.kernels.cuda.card import Card
+from nanokv.kernels.cuda.launches import Choice
+from nanokv.kernels.cuda.sampling import host_choice
 from nanokv.kernels.cuda.tables import host_tables
 from nanokv.kernels.layout import (
     BEGIN,
@@ -41,6 +43,8 @@ from nanokv.kernels.layout import (
     VALUES,
 )  # fmt: skip
 from nanokv.kernels.matrix import FORMATS
+from nanokv.kernels.softmax import softmax
+from nanokv.kv.codec import get_codec
 from nanokv.kv.contiguous import ContiguousCache
 from nanokv.kv.paged import PagedCache
 from nanokv.kv.spec import CacheSpec
@@ -49,6 +53,7 @@ from nanokv.models.config import GPT2Config, known_shapes
 from nanokv.models.decode_step import DecodeStep
 from nanokv.models.gpt2 import forward, random_params
 from nanokv.numerics import COMPILED
+from nanokv.sampling import Sampler, SamplingParams
 
 DIGESTS = Path(__file__).parent.parent / "tests" / "kernels" / "default_logits.json"
 SPECS = (
@@ -179,13 +184,60 @@ def paged_attention(
     return rows
 
 
+FILTERS = {"temperature": SamplingParams(0.8), "all filters": SamplingParams(0.8, 50, 0.95, 0.01, 1.1)}
+
+
+def choices(gpu: Backend, timer: Timer, vocab: int = 50257, rows: int = 8) -> list[dict[str, Any]]:
+    """Softmax and sampling of some rows: whether softmax's bits are the CPU's, how many tokens are the host Sampler's (float32
+    may decide a few otherwise), and microseconds a launch."""
+    card, rng = Card(gpu.xp), np.random.default_rng(0)
+    logits = rng.standard_normal((rows, vocab), dtype=np.float32) * np.float32(4)
+    x, out, tokens = (
+        gpu.xp.asarray(logits),
+        gpu.xp.zeros((rows, vocab), dtype=np.float32),
+        gpu.xp.zeros((rows,), dtype=np.int32),
+    )
+    launches.softmax(card, x, out)
+    same = bool(np.array_equal(to_numpy(out), softmax(logits)))
+    found: list[dict[str, Any]] = [
+        {"kernel": "softmax", "same": same, "us": timer(lambda: launches.softmax(card, x, out), 30) * 1e3}
+    ]
+    histories = [rng.integers(0, vocab, 100).tolist() for _ in range(rows)]
+    for name, params in FILTERS.items():
+        uniforms = [np.random.default_rng(seed).random() for seed in range(rows)]  # what a Sampler of that seed draws first
+        host = host_choice([params] * rows, histories, uniforms, vocab)
+        choice = Choice(*(gpu.xp.asarray(table) for table in vars(host).values()))
+
+        def call(choice: Choice = choice) -> None:
+            launches.sample(card, x, choice, out, tokens)
+
+        us = timer(call, 30) * 1e3
+        samplers = [Sampler(replace(params, seed=seed)) for seed in range(rows)]
+        expected = [each.choose(*row) for each, *row in zip(samplers, logits, histories, strict=True)]
+        found.append({"kernel": name, "same": f"{int((to_numpy(tokens) == expected).sum())}/{rows}", "us": us})
+    return found
+
+
+def int4_writes(gpu: Backend) -> dict[str, bool]:
+    """Whether keys and values in int4 are the codec's bytes."""
+    x = np.random.default_rng(0).standard_normal((256, 4, 65), dtype=np.float32)
+    slots = gpu.xp.asarray(np.arange(256, dtype=np.int32))
+    found = {}
+    for name, entries in zip(("keys", "values"), get_codec("int4", np.float32, NUMPY).encode(x, x), strict=True):
+        planes = [gpu.xp.zeros(each.shape, dtype=each.dtype) for each in entries]
+        launches.append_int4(Card(gpu.xp), gpu.xp.asarray(x), slots, planes, name == "keys")
+        found[name] = all(np.array_equal(to_numpy(plane), each) for plane, each in zip(planes, entries, strict=True))
+    return found
+
+
 def sanitizer() -> str:
     """compute-sanitizer's memcheck over the small models, where it is installed."""
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         return "not installed"
     script = (
-        "from nanokv.backend import get_backend; from benchmarks.gpu_exact import same_bits; same_bits(get_backend('cupy'))"
+        "from nanokv.backend import get_backend; from benchmarks import gpu_exact as checks; gpu = get_backend('cupy'); "
+        "checks.same_bits(gpu); checks.choices(gpu, lambda call, _: call() or 0.0, 3000); checks.int4_writes(gpu)"
     )
     done = subprocess.run(
         [tool, "--error-exitcode", "9", sys.executable, "-c", script], capture_output=True, text=True, check=False
@@ -199,6 +251,8 @@ def check(gpu: Backend, timer: Timer) -> dict[str, Any]:
     for name, part in (
         ("digests", lambda: digests("cupy")),
         ("same_bits", lambda: same_bits(gpu)),
+        ("choices", lambda: choices(gpu, timer)),
+        ("int4_writes", lambda: int4_writes(gpu)),
         ("decode", lambda: decode(gpu, timer, known_shapes()["gpt2"])),
         ("prefill", lambda: prefill(gpu, timer, known_shapes()["gpt2"])),
         ("paged_attention", lambda: paged_attention(gpu, timer)),
@@ -213,9 +267,12 @@ def check(gpu: Backend, timer: Timer) -> dict[str, Any]:
 
 def passed(found: dict[str, Any]) -> bool:
     """Whether every comparison of bits held."""
-    rows = found["same_bits"]
+    rows, choices = found["same_bits"], found["choices"]
     return (
         isinstance(rows, list)
+        and isinstance(choices, list)
+        and choices[0]["same"]
+        and all(value is True for value in found["int4_writes"].values())
         and all(row["cached_is_uncached"] and row["card_is_cpu"] for row in rows)
         and all(value is True for value in found["digests"].values())
         and found["compute_sanitizer"] in ("clean", "not installed")

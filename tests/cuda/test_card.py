@@ -150,9 +150,12 @@ def test_the_parts_of_the_check_on_a_card_run(meter):
     gpu, config = get_backend("cupy"), small_config(dim=16, positions=64)
     found = {
         "same_bits": gpu_exact.same_bits(gpu, ["fp16"], 20), "digests": {}, "compute_sanitizer": "not installed",
+        "choices": gpu_exact.choices(gpu, timer, 400, 3), "int4_writes": gpu_exact.int4_writes(gpu),
     }  # fmt: skip
     assert gpu_exact.passed(found)
     assert not gpu_exact.passed(found | {"digests": {"prompt": False}})
+    assert not gpu_exact.passed(found | {"int4_writes": {"keys": False}})
+    assert [row["same"] for row in found["choices"]] == [True, "3/3", "3/3"]
     (decoded,) = gpu_exact.decode(gpu, timer, config, [2], 20)
     assert decoded["bytes"] > config.num_layers * 2 * 4 * 16 * 21
     assert gpu_exact.prefill(gpu, timer, config, 20)["tflops"] > 0

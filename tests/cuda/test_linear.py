@@ -8,14 +8,10 @@ from hypothesis import strategies as st
 from nanokv.kernels.cuda.launches import embed_rows, linear, sums_shape
 from nanokv.kernels.matrix import FORMATS, Matrix, from_int4, pack
 from tests.cuda.machine import ORDERS, CpuDevice
+from tests.cuda.small_examples import tensors_of
 from tests.support import examples
 
 compiled = pytest.importorskip("nanokv.kernels.compiled", exc_type=ImportError)
-
-
-def tensors_of(matrix: Matrix) -> dict[str, np.ndarray]:
-    planes = {"W": matrix.codes, "scales": matrix.scales, "lows": matrix.lows}
-    return {name: plane for name, plane in planes.items() if plane is not None}
 
 
 def run(x: np.ndarray, matrix: Matrix, bias: np.ndarray | None, order: str = "forwards") -> tuple[np.ndarray, CpuDevice]:

@@ -16,9 +16,10 @@ from nanokv.kernels.cuda.program import KERNELS, OPTIONS, first_error, source
 from tests.support import EVERYDAY
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100")
-EVERY_DAY = {"linear.cu": ["linear_segments<Int4, 8>"], "attention.cu": ["attend_tiles<8>"], "choose.cu": ["argmax"]}
+EVERY_DAY = {"linear.cu": ["linear_segments<Int4, 8>"], "attention.cu": ["attend_tiles<8>"], "choose.cu": ["sample"]}
 BLOCKS = {"linear_segments": 128, "linear_rows": 256, "attend_tiles": 128, "attend_rows": 128, "combine_tiles": 128,
-          "layer_norm": 128, "rms_norm": 128, "append": 128, "argmax": 1024}  # fmt: skip
+          "layer_norm": 128, "rms_norm": 128, "append": 128, "append_values_int4": 128, "softmax": 1024, "argmax": 1024,
+          "sample": 1024}  # fmt: skip
 SPILLS = 128  # bytes a thread, stored and loaded: ptxas gives up a register or two to fit one more block on a multiprocessor
 REGISTERS = 65536  # of a multiprocessor, on every card since sm_75
 THOROUGH = settings.default.max_examples > EVERYDAY
@@ -36,20 +37,28 @@ def usable() -> None:
 
 
 def compile_for(file: str, architecture: str, names: Sequence[str]) -> tuple[bytes, str, dict[str, str]]:
-    """A source compiled by NVRTC, which takes no card: cubin, the compiler's log, and each kernel's name in it.
+    """compiled_text() of a source; RuntimeError with the first error."""
+    try:
+        return compiled_text(file, source(file), architecture, names)
+    except RuntimeError as error:
+        raise RuntimeError(f"{file} for {architecture}: {first_error(str(error))}") from error
 
-    RuntimeError with the first error where the source is wrong or the architecture unknown.
+
+def compiled_text(file: str, text: str, architecture: str, names: Sequence[str]) -> tuple[bytes, str, dict[str, str]]:
+    """Compiled by NVRTC, which takes no card: cubin, the compiler's log, and each kernel's name in it.
+
+    RuntimeError with the log where the text is wrong or the architecture unknown.
     """
     from cupy.cuda import nvrtc
 
-    program = nvrtc.createProgram(source(file), file, (), ())
+    program = nvrtc.createProgram(text, file, (), ())
     try:
         for name in names:
             nvrtc.addNameExpression(program, name)
         try:
             nvrtc.compileProgram(program, (*OPTIONS, f"--gpu-architecture={architecture}", "--ptxas-options=-v"))
         except nvrtc.NVRTCError as error:
-            raise RuntimeError(f"{file} for {architecture}: {first_error(nvrtc.getProgramLog(program))}") from error
+            raise RuntimeError(nvrtc.getProgramLog(program)) from error
         lowered = {name: nvrtc.getLoweredName(program, name) for name in names}
         return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program), lowered
     finally:

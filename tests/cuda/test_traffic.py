@@ -6,19 +6,24 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 pytest.importorskip("numba", exc_type=ImportError)
-from nanokv.kernels.cuda import traffic
+from nanokv.backend import NUMPY
+from nanokv.kernels.cuda import launches, traffic
+from nanokv.kernels.cuda.sampling import host_choice
 from nanokv.kernels.matrix import FORMATS, pack
+from nanokv.kv.codec import get_codec
 from nanokv.kv.spec import CacheSpec
+from nanokv.sampling import SamplingParams
 from sim.formats import get_format
 from sim.memory import Counts as Simulated
 from sim.memory import Machine, Values
 from sim.problem import make_problem
 from sim.schedules.decode import Decode
+from sim.schedules.flash2 import FlashAttention2
 from sim.schedules.paged import PagedDecode
 from sim.schedules.split_kv import SplitKV
 from sim.shape import Shape, TileSize
 from tests.cuda.attention_cases import make_case, run_case
-from tests.cuda.machine import Counts
+from tests.cuda.machine import Counts, CpuDevice
 from tests.cuda.test_linear import run as run_linear
 from tests.support import ROOT, examples
 
@@ -100,9 +105,50 @@ def test_tiles_apart_are_the_simulators_split_kv(monkeypatch, batch, seq, heads,
     assert reduction.stores["O"] == split["reduction"].tensors["O"].sram_write
 
 
+PREFILLS = [
+    (before, now, heads, dim, form, window)
+    for before, now in ((0, 40), (0, 150), (130, 60))
+    for heads, dim, form in (((2, 2), 32, "float32"), ((4, 1), 24, "float16"), ((8, 1), 40, "int8"))
+    for window in (None, 70)
+]
+
+
+@pytest.mark.parametrize(("before", "now", "heads", "dim", "form", "window"), PREFILLS)
+def test_a_prefill_is_the_simulators_flash_attention_2(monkeypatch, before, now, heads, dim, form, window):
+    """attend_rows with 16 queries a block: queries outside, keys inside. Its block holds 16 / G rows of all G heads, so that K
+    and V come once where the schedule reads them for each head; it reads the keys that a row of it sees, which is the schedule
+    with key tiles of one; it weighs values that are seen, where the schedule counts whole tiles; and it keeps no L."""
+    spec = CacheSpec("paged", 16, window, 0 if window else None, form)
+    case, arrays = make_case(monkeypatch, spec, [before], [now], *heads, dim)
+    got, device = run_case(case, arrays, few=0)
+    assert np.array_equal(got, case.expected)
+    (counts,) = device.counts.values()
+    group = heads[0] // heads[1]
+    shape = Shape(
+        before + now, heads[0], dim, now, heads[1], window=window, dtype=get_format("float32"), kv_dtype=get_format(form)
+    )
+    kernel = FlashAttention2().closed_form(shape, TileSize(16 // group, 1)).kernels["attention"]
+    assert counts.loads["Q"] == counts.distinct_loads["Q"] == kernel.tensors["Q"].sram_read
+    assert counts.stores["O"] == kernel.tensors["O"].sram_write
+    for name, planes in PLANES.items():
+        for plane in planes:
+            if plane in counts.loads:
+                assert group * counts.distinct_loads[plane] == kernel.tensors[name].sram_read, name
+    assert counts.flops == kernel.flops // 2 + 2 * dim * heads[0] * shape.visible_pairs()
+    stated = traffic.prefill(before, now, *heads, dim, arrays["k"].itemsize * dim + (4 if form == "int8" else 0), 16, window)
+    (stated,) = stated.values()
+    assert sum(counts.distinct_loads[name] for name in arrays) == stated.loads["KV"]
+    assert {name: counts.distinct_loads[name] for name in ("Q", "table")} == {
+        name: stated.loads[name] for name in ("Q", "table")
+    }
+    assert (counts.stores["O"], counts.flops) == (stated.stores["O"], stated.flops)
+
+
 def test_the_numbers_in_the_documentation():
-    """docs/gpu.md's table: Llama-3-8B's attention, one layer, one token."""
+    """docs/gpu.md's table: Llama-3-8B's attention, one layer, one token; and the passes of a choice."""
     text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    plain, all_filters = (traffic.sample_passes(50257, filters, filters, filters) for filters in (False, True))
+    assert f"of 50,257, {plain} passes of 201 KB with temperature alone, {all_filters} with top-k, top-p and min-p" in text
     for keys in (1024, 8192, 131072):
         parts = traffic.decode([keys], 32, 8, 128, 4 * 128, 16)
         loads, partial = parts["attend_tiles"].loads, 2 * sum(parts["attend_tiles"].stores.values())
@@ -123,7 +169,7 @@ def test_linear_moves_what_it_states(form, rows, inputs, outputs, with_bias):
     matrix = pack(rng.standard_normal((outputs, inputs), dtype=np.float32), form)
     bias = np.zeros(outputs, np.float32) if with_bias else None
     _, device = run_linear(rng.standard_normal((rows, inputs), dtype=np.float32), matrix, bias)
-    stated = traffic.linear(rows, inputs, outputs, matrix.nbytes, with_bias)
+    stated = traffic.linear(rows, inputs, outputs, matrix.nbytes, with_bias, form == "int8-row")
     for launched, kernel in zip(device.counts.values(), stated.values(), strict=True):
         loaded = {name: count for name, count in launched.loads.items() if name not in ("scales", "lows", "W")}
         weights = sum(launched.distinct_loads.get(name, 0) for name in ("W", "scales", "lows"))
@@ -135,3 +181,43 @@ def test_linear_moves_what_it_states(form, rows, inputs, outputs, with_bias):
             assert launched.distinct_loads["bias"] == kernel.loads["bias"]
         assert {name: launched.stores[name] for name in kernel.stores} == kernel.stores
         assert launched.flops == kernel.flops
+
+
+def same_as_stated(device: CpuDevice, stated: dict[str, traffic.Traffic]) -> None:
+    for launched, kernel in zip(device.counts.values(), stated.values(), strict=True):
+        assert {name: launched.distinct_loads[name] for name in kernel.loads} == kernel.loads
+        assert {name: launched.stores[name] for name in kernel.stores} == kernel.stores
+        assert launched.flops == kernel.flops
+
+
+def test_softmax_moves_what_it_states():
+    x, out = np.zeros((2, 1500), np.float32), np.zeros((2, 1500), np.float32)
+    device = CpuDevice(x=x, out=out)
+    launches.softmax(device, x, out)
+    same_as_stated(device, traffic.softmax(2, 1500))
+
+
+@pytest.mark.parametrize("vocab", [1, 4, 5, 1500])
+@pytest.mark.parametrize(("top_k", "top_p", "min_p", "penalty"), [
+    (0, 1.0, 0.0, 1.0), (3, 1.0, 0.0, 1.5), (0, 0.5, 0.0, 1.0), (3, 0.5, 0.1, 1.5), (0, 1.0, 0.1, 1.0),
+])  # fmt: skip
+def test_sampling_moves_what_it_states(vocab, top_k, top_p, min_p, penalty):
+    logits, weights = np.random.default_rng(0).standard_normal((2, vocab), dtype=np.float32), np.zeros((2, vocab), np.float32)
+    choice = host_choice([SamplingParams(1.0, top_k, top_p, min_p, penalty)] * 2, [[0]] * 2, [0.3, 0.6], vocab)
+    tokens = np.zeros(2, np.int32)
+    device = CpuDevice(logits=logits, weights=weights, tokens=tokens, **vars(choice))
+    launches.sample(device, logits, choice, weights, tokens)
+    same_as_stated(device, traffic.sample(2, vocab, penalty != 1))
+    passes = traffic.sample_passes(vocab, 0 < top_k < vocab, top_p < 1, min_p > 0)
+    assert device.counts["sample"].loads["weights"] == passes * weights.nbytes
+    assert device.counts["sample"].loads["logits"] == 2 * logits.nbytes
+
+
+@pytest.mark.parametrize("dim", [1, 33, 64])
+def test_int4_keys_and_values_move_what_they_state(dim):
+    x, slots = np.zeros((64, 3, dim), np.float32), np.arange(64, dtype=np.int32)
+    for keys, entries in zip((True, False), get_codec("int4", np.float32, NUMPY).encode(x, x), strict=True):
+        planes = dict(zip(("codes", "low", "span"), (np.zeros_like(each) for each in entries), strict=True))
+        device = CpuDevice(x=x, **planes)
+        launches.append_int4(device, x, slots, list(planes.values()), keys)
+        same_as_stated(device, traffic.append_int4(64, 3, dim, keys))

@@ -3,6 +3,8 @@
 // Symbols: R rows, H key-value heads, D head width.
 #include "common.cuh"
 
+#define CODE_GROUP 32  // of int4: tokens of a key's channel, channels of a value
+
 enum { FLOAT32, FLOAT16, BFLOAT16, INT8, FP8, FP8_FIXED };
 
 // Finite x to the nearest float16, ties to even; beyond 65504 its largest value.
@@ -57,6 +59,65 @@ __global__ void append(In<float> x, int stride, In<int> slots, Out<unsigned char
             code = fminf(fmaxf(code, -top), top);
             codes[at] = FORMAT == INT8 ? (unsigned char)(signed char)(int)rintf(code) : (unsigned char)to_fp8(code);
         }
+    }
+}
+
+// x as fifteenths of its group's span above its lowest value.
+__device__ __forceinline__ unsigned to_int4(float x, float low, float span) {
+    float code = rintf(__fdiv_rn(x - low, span == 0.0f ? 1.0f : span) * 15.0f);
+    return (unsigned)(int)fminf(fmaxf(code, 0.0f), 15.0f);
+}
+
+// Finite keys x [R, H, D], rows `stride` apart, in int4: groups of 32 consecutive rows go to 32 consecutive slots, of which
+// slots [R] is read for the first, a multiple of 32; a group whose slot is negative is left out. codes [slots, H,
+// ceil(D / 2)], low and span [slots / 32, H, D]. A thread two channels of one group's head.
+__global__ void append_keys_int4(In<float> x, int stride, In<int> slots, Out<unsigned char> codes, Out<float> low, Out<float> span, int rows,
+                                 int heads, int dim) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x, pairs = (dim + 1) / 2, group = i / (heads * pairs), head = i / pairs % heads;
+    if (group >= rows / CODE_GROUP) return;
+    int d = i % pairs * 2, both = min(2, dim - d), slot = slots[group * CODE_GROUP];
+    if (slot < 0) return;
+    In<float> from = x + ((long long)group * CODE_GROUP * stride + head * dim + d);
+    float least[2], size[2];
+    for (int j = 0; j < both; j++) {
+        float most = least[j] = from[j];
+        for (int t = 1; t < CODE_GROUP; t++) {
+            float value = from[(long long)t * stride + j];
+            least[j] = fminf(least[j], value);
+            most = fmaxf(most, value);
+        }
+        size[j] = most - least[j];
+        long long at = ((long long)(slot / CODE_GROUP) * heads + head) * dim + d + j;
+        low[at] = least[j];
+        span[at] = size[j];
+    }
+    for (int t = 0; t < CODE_GROUP; t++) {
+        unsigned code = to_int4(from[(long long)t * stride], least[0], size[0]);
+        if (both == 2) code |= to_int4(from[(long long)t * stride + 1], least[1], size[1]) << 4;
+        codes[((long long)(slot + t) * heads + head) * pairs + d / 2] = (unsigned char)code;
+    }
+}
+
+// Finite values x [R, H, D], rows `stride` apart, in int4 into the slots [R], a negative one left out. codes [slots, H,
+// ceil(D / 2)], low and span [slots, H, ceil(D / 32)]. Block (32, 4): a warp a head, grid ceil(R H / 4).
+__global__ void append_values_int4(In<float> x, int stride, In<int> slots, Out<unsigned char> codes, Out<float> low, Out<float> span, int rows,
+                                   int heads, int dim) {
+    int line = blockIdx.x * 4 + threadIdx.y, lane = threadIdx.x, groups = (dim + CODE_GROUP - 1) / CODE_GROUP;
+    if (line >= rows * heads) return;
+    int slot = slots[line / heads], head = line % heads;
+    if (slot < 0) return;
+    In<float> from = x + ((long long)(line / heads) * stride + head * dim);
+    long long entry = (long long)slot * heads + head;
+    for (int group = 0; group < groups; group++) {
+        int d = group * CODE_GROUP + lane;
+        float value = from[min(d, dim - 1)];  // the last channel again changes neither the least nor the most
+        float least = -warp_max(-value), size = warp_max(value) - least;
+        unsigned code = to_int4(value, least, size), next = __shfl_xor_sync(ALL_LANES, code, 1);
+        if (lane == 0) {
+            low[entry * groups + group] = least;
+            span[entry * groups + group] = size;
+        }
+        if (lane % 2 == 0 && d < dim) codes[entry * ((dim + 1) / 2) + d / 2] = (unsigned char)(d + 1 < dim ? code | next << 4 : code);
     }
 }
 

@@ -23,6 +23,8 @@ FEW_WARPS, MANY_ROWS = 4, 128
 TILE = THREADS = 128
 WIDEST_HEAD = 256
 FLAT = 256  # threads of a block of an elementwise kernel
+CODE_GROUP = 32  # of int4 keys and values
+MOST_TOKENS = 1 << 24  # of a vocabulary: float32 counts no further
 _GELU = np.float32(2 * np.sqrt(2 / np.pi)), np.float32(2 * np.sqrt(2 / np.pi) * 0.044715)
 _i = np.int32
 
@@ -133,6 +135,16 @@ class Tables:
     most: int
 
 
+@dataclass(frozen=True)
+class Choice:
+    """How the next token of each row is chosen, on the card (sampling.py makes it from SamplingParams)."""
+
+    seen: Array  # [R, ceil(V / 32)] uint32: a bit for each token that occurred
+    settings: Array  # [R, 4] float32: temperature, top-p, min-p, repetition penalty
+    top_k: Array  # [R] int32
+    uniform: Array  # [R] float32, each row's uniform number in 0 .. 1
+
+
 def attend(
     device: Device,
     q: Array,
@@ -239,6 +251,25 @@ def argmax(device: Device, logits: Array, tokens: Array) -> None:
     device.launch("argmax", (len(logits),), (1024,), 4 * 64, [logits, tokens, _i(logits.shape[1])])
 
 
+def softmax(device: Device, x: Array, out: Array) -> None:
+    """x, out [R, V]"""
+    device.launch("softmax", (len(x),), (1024,), 4 * 64, [x, out, _i(x.shape[1])])
+
+
+def sample(device: Device, logits: Array, choice: Choice, weights: Array, tokens: Array) -> None:
+    """logits [R, V] -> tokens [R] int32; weights [R, V] is scratch. UsageError for a vocabulary above 2^24."""
+    rows, vocab = logits.shape
+    if vocab > MOST_TOKENS:
+        raise UsageError(f"a vocabulary of {vocab} is more than the sampling kernel counts, which is {MOST_TOKENS}")
+    tables = choice.seen, choice.settings, choice.top_k, choice.uniform
+    device.launch("sample", (rows,), (1024,), 4 * 5 * 32, [logits, *tables, weights, tokens, _i(vocab)])
+
+
+def mark_seen(device: Device, tokens: Array, seen: Array, vocab: int) -> None:
+    """The bits of tokens [R] int32 in seen [R, ceil(V / 32)] uint32."""
+    device.launch("mark_seen", (-(-len(tokens) // FLAT),), (FLAT,), 0, [tokens, seen, _i(len(tokens)), _i(vocab)])
+
+
 def append(
     device: Device,
     x: Array,
@@ -255,6 +286,20 @@ def append(
     planes = codes, codes if scales is None else scales
     arguments = [x, _i(stride or heads * dim), slots, *planes, np.float32(fixed), _i(rows), _i(heads), _i(dim)]
     device.launch(f"append<{codec}>", (-(-rows * heads // 4),), (32, 4), 0, arguments)
+
+
+def append_int4(device: Device, x: Array, slots: Array, planes: Sequence[Array], keys: bool, stride: int | None = None) -> None:
+    """As append(), in int4: `planes` are codes, lows and spans. Keys come in whole groups of 32 tokens of consecutive slots,
+    of which the first slot is looked up."""
+    rows, heads, dim = x.shape
+    arguments = [x, _i(stride or heads * dim), slots, *planes, _i(rows), _i(heads), _i(dim)]
+    if keys:
+        if rows % CODE_GROUP:
+            raise UsageError(f"{rows} keys are no whole groups of {CODE_GROUP}, which int4 takes")
+        pairs = rows // CODE_GROUP * heads * -(-dim // 2)
+        device.launch("append_keys_int4", (-(-pairs // FLAT),), (FLAT,), 0, arguments)
+    else:
+        device.launch("append_values_int4", (-(-rows * heads // 4),), (32, 4), 0, arguments)
 
 
 def copy_unit(device: Device, plane: Array, source: int, target: int) -> None:

@@ -52,15 +52,21 @@ template <bool HALF> struct Float16 {
 typedef Float16<false> Bf16;
 typedef Float16<true> Fp16;
 
-struct Int8 {
+// One scale for 32 inputs, or for all of an output's.
+template <bool BY_ROW> struct ScaledInt8 {
     In<signed char> codes;
     In<unsigned short> scales;
     float one, other;
-    __device__ __forceinline__ Int8(long long codes, long long scales, long long, long long panel, int inputs, int column)
+    __device__ __forceinline__ ScaledInt8(long long codes, long long scales, long long, long long panel, int inputs, int column)
         : codes(in_at<signed char>(codes) + panel * inputs * PANEL + column),
-          scales(in_at<unsigned short>(scales) + panel * ((inputs + GROUP - 1) / GROUP) * PANEL + column), one(0), other(0) {}
+          scales(in_at<unsigned short>(scales) + panel * (BY_ROW ? 1 : (inputs + GROUP - 1) / GROUP) * PANEL + column), one(0), other(0) {
+        if (BY_ROW) read_scales(0);
+    }
     __device__ __forceinline__ void begin(int k) {
-        unsigned both = load_as<unsigned>(scales, (long long)(k / GROUP) * PANEL);
+        if (!BY_ROW) read_scales(k / GROUP);
+    }
+    __device__ __forceinline__ void read_scales(int group) {
+        unsigned both = load_as<unsigned>(scales, (long long)group * PANEL);
         one = from_half(both & 0xffff);
         other = from_half(both >> 16);
     }
@@ -75,6 +81,8 @@ struct Int8 {
         }
     }
 };
+typedef ScaledInt8<false> Int8;
+typedef ScaledInt8<true> Int8Row;
 
 struct Int4 {
     In<unsigned> codes;

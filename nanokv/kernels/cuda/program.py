@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 # Nothing is contracted that the source does not say; division, square root and subnormal numbers are IEEE's by default.
 OPTIONS = ("--std=c++17", "--fmad=false")
 
-FORMS = ("Float32", "Bf16", "Fp16", "Int8", "Int4")  # in the order of nanokv.kernels.matrix.FORMATS
+FORMS = ("Float32", "Bf16", "Fp16", "Int8", "Int4", "Int8Row")  # in the order of nanokv.kernels.matrix.FORMATS
 FEW_ROWS = (1, 4, 8)  # rows that one block of linear_segments takes
 QUERIES = (8, 16)  # queries that one block of attention takes
 KERNELS: dict[str, tuple[str, ...]] = {
@@ -27,8 +27,9 @@ KERNELS: dict[str, tuple[str, ...]] = {
         "combine_tiles",
     ),
     "rows.cu": ("layer_norm", "rms_norm", "gelu_new", "gelu_erf", "swiglu", "rotate", "embed", "add"),
-    "cache.cu": ("append<0>", "append<1>", "append<2>", "append<3>", "append<4>", "append<5>", "copy_unit"),
-    "choose.cu": ("argmax",),
+    "cache.cu": (*(f"append<{codec}>" for codec in range(6)), "append_keys_int4", "append_values_int4", "copy_unit"),
+    "softmax.cu": ("softmax",),
+    "choose.cu": ("argmax", "sample", "mark_seen"),
 }
 FILES = {kernel: file for file, kernels in KERNELS.items() for kernel in kernels}
 
