@@ -46,5 +46,6 @@ class Card:
             if is_out_of_memory(error):
                 raise
             reason = first_error(str(error) or type(error).__name__)
-            raise BackendError(f"kernel {kernel} of {file} cannot be made ready: {reason}; use --numerics fast") from error
+            advice = "install CUDA's NVRTC, or use --backend numpy" if "libnvrtc" in reason else "use --numerics fast"
+            raise BackendError(f"kernel {kernel} of {file} cannot be made ready: {reason}; {advice}") from error
         return self._functions[kernel]

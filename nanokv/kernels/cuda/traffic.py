@@ -28,7 +28,7 @@ class Traffic:
 def linear(rows: int, inputs: int, outputs: int, weight_bytes: int, bias: bool, row_scales: bool = False) -> dict[str, Traffic]:
     """linear(): the weights once for every 8 rows (every 128 where there are many), x once a panel.
 
-    `weight_bytes` is Matrix.nbytes; scales of whole rows are read by each block that has segments of them. FLOPs are those
+    `weight_bytes` is Matrix.nbytes without int4's words past the last input, which nobody reads; scales of whole rows are read by each block that has segments of them. FLOPs are those
     that are done: of whole panels, and of as many rows as a block holds.
     """
     panels, segments, x = -(-outputs // PANEL), segments_of(inputs), rows * inputs * 4
