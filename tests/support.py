@@ -63,10 +63,15 @@ def forward(params: Params, *args: object, **more: object) -> np.ndarray:
 
 
 def fit_for(params: Params, numerics: Numerics, form: str = "float32") -> Params:
-    """The parameters as these numerics take them: as they are, or float32 with the matrices packed in the format `form`."""
+    """The parameters as these numerics take them: as they are, or float32 with the matrices packed in the format `form`, for
+    kernels on one thread: on models this small a second one only makes the first wait for it, long on a busy machine."""
     if numerics is not COMPILED:
         return params
+    import numba
+
     from nanokv.kernels.choice import PackedMemory
+
+    numba.set_num_threads(1)
 
     class Memory(PackedMemory):
         def from_numpy(self, array: np.ndarray) -> object:
