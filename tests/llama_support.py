@@ -16,7 +16,7 @@ from nanokv.models.llama_config import LlamaConfig
 from nanokv.numerics import EXACT, Numerics
 from nanokv.rope import Rope
 from nanokv.tokenizer import byte_alphabet
-from tests.support import poisoned, tiny_model
+from tests.support import fit_for, poisoned, tiny_model
 from weights.pull import PACKAGES, cache_directory
 
 
@@ -41,7 +41,7 @@ def tiny_llama(numerics: Numerics = EXACT, seed: int = 0, eos: bool = True, **sh
     """As tests.support.tiny_model, of the other architecture."""
     gpt2 = tiny_model(numerics, seed, eos)
     params = random_params(small_llama(vocab=gpt2.config.vocab_size, **{"positions": 320, **shape}), seed, scale=0.3)
-    return replace(gpt2, name="tiny-llama", params=params)
+    return replace(gpt2, name="tiny-llama", params=fit_for(params, numerics))
 
 
 def cache_for(config: LlamaConfig, capacity: int, dtype: type = np.float32) -> ContiguousCache:
@@ -64,9 +64,9 @@ def run(
     return np.concatenate(parts)
 
 
-def whole(params: LlamaParams, tokens: np.ndarray) -> np.ndarray:
+def whole(params: LlamaParams, tokens: np.ndarray, numerics: Numerics = EXACT) -> np.ndarray:
     """Everything recomputed in a fresh cache."""
-    return run(params, tokens, [len(tokens)], cache_for(params.config, len(tokens), params.dtype.type))
+    return run(params, tokens, [len(tokens)], cache_for(params.config, len(tokens), params.dtype.type), numerics)
 
 
 def reference(params: LlamaParams, tokens: np.ndarray, streaming: Visibility | None = None) -> np.ndarray:

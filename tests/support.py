@@ -1,5 +1,6 @@
 """What several tests need: small models, caches whose unused memory is NaN, the optional data folder."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,16 @@ from nanokv.models import gpt2
 from nanokv.models.config import GPT2Config
 from nanokv.models.families import Params, module_for
 from nanokv.models.gpt2 import random_params
-from nanokv.numerics import EXACT, Numerics
+from nanokv.numerics import COMPILED, EXACT, Numerics
 from nanokv.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT.parent / "shared" / "data"
 EVERYDAY = 40  # examples a property in the profile "default" (conftest.py)
+
+NO_NUMBA = pytest.mark.skipif(not find_spec("numba"), reason="not run: numba is not installed (pip install 'nanokv[cpu]')")
+# A property that holds for every exact kind of kernels: the test takes `numerics`.
+EXACT_KERNELS = pytest.mark.parametrize("numerics", [EXACT, pytest.param(COMPILED, marks=NO_NUMBA)], ids=["numpy", "compiled"])
 
 
 def examples(count: int, **more: object) -> settings:
@@ -57,6 +62,24 @@ def forward(params: Params, *args: object, **more: object) -> np.ndarray:
     return module_for(params).forward(params, *args, **more)
 
 
+def fit_for(params: Params, numerics: Numerics, form: str = "float32") -> Params:
+    """The parameters as these numerics take them: as they are, or float32 with the matrices packed in the format `form`, for
+    kernels on one thread: on models this small a second one only makes the first wait for it, long on a busy machine."""
+    if numerics is not COMPILED:
+        return params
+    import numba
+
+    from nanokv.kernels.choice import PackedMemory
+
+    numba.set_num_threads(1)
+
+    class Memory(PackedMemory):
+        def from_numpy(self, array: np.ndarray) -> object:
+            return super().from_numpy(array.astype(np.float32, copy=False))
+
+    return params.to(Memory("numpy", np, form))
+
+
 def in_chunks(
     params: Params, tokens: np.ndarray, chunks: list[int], cache: ContiguousCache, numerics: Numerics = EXACT
 ) -> np.ndarray:
@@ -90,7 +113,8 @@ def tiny_model(numerics: Numerics = EXACT, seed: int = 0, eos: bool = True, **sh
     tokenizer = Tokenizer.from_vocab_and_merges(folder / "vocab.json", folder / "merges.txt")
     config = small_config(vocab=tokenizer.vocab_size, **shape)
     ends = frozenset({tokenizer.vocab_size - 1}) if eos else frozenset()
-    return Model("tiny", random_params(config, seed, scale=0.3), tokenizer, ends, numerics=numerics)
+    params = fit_for(random_params(config, seed, scale=0.3), numerics)
+    return Model("tiny", params, tokenizer, ends, numerics=numerics)
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[np.ndarray]]:

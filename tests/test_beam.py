@@ -13,7 +13,7 @@ from nanokv.kv.spec import CacheSpec
 from nanokv.models.gpt2 import forward, random_params
 from nanokv.sampling import SamplingParams, log_softmax
 from tests.llama_support import tiny_llama
-from tests.support import nan_cache, small_config, tiny_model
+from tests.support import EXACT_KERNELS, nan_cache, small_config, tiny_model
 
 SPEC = CacheSpec("paged", block_size=4)
 
@@ -78,10 +78,12 @@ def test_beams_share_what_they_have_in_common():
     assert found.bytes_saved == (found.peak_table_blocks - found.peak_blocks) * 4 * 2 * 2 * 4 * 8 * 4
 
 
+@EXACT_KERNELS
 @pytest.mark.parametrize("spec", [CacheSpec("paged", window=16, sinks=2), CacheSpec("paged", 32, kv_dtype="int4")])
-@pytest.mark.parametrize("model", [tiny_model(), tiny_llama()], ids=lambda model: model.name)
-def test_beams_on_windows_and_codecs_equal_their_own_recomputation(model, spec):
+@pytest.mark.parametrize("make", [tiny_model, tiny_llama])
+def test_beams_on_windows_and_codecs_equal_their_own_recomputation(make, spec, numerics):
     """The log-probability of the best beam, summed again by one run over its text."""
+    model = make(numerics)
     prompt = list(range(100, 130))
     best = beam_search(model, prompt, Options(8, ignore_eos=True), spec, beams=3).beams[0]
     cache = model.new_cache(60, CacheSpec(window=spec.window, sinks=spec.sinks, kv_dtype=spec.kv_dtype))

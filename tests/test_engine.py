@@ -1,5 +1,7 @@
 """Many sequences over one pool, whatever happens to them, get the tokens that each gets alone."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,13 +12,21 @@ from nanokv.engine import Engine
 from nanokv.errors import CapacityError, UsageError
 from nanokv.generate import Options
 from nanokv.kv.spec import CacheSpec
-from nanokv.numerics import FAST
+from nanokv.numerics import COMPILED, FAST
 from nanokv.sampling import SamplingParams
 from tests.llama_support import tiny_llama
-from tests.support import examples, tiny_model
+from tests.support import EXACT_KERNELS, NO_NUMBA, examples, tiny_model
 
 MODEL = tiny_model(layers=1, heads=2, kv_heads=1, eos=False)
 LLAMA = tiny_llama(layers=1, heads=2, kv_heads=1, eos=False)
+
+
+@cache
+def computed(make, numerics):
+    """The same models by other kernels."""
+    return make(numerics, layers=1, heads=2, kv_heads=1, eos=False)
+
+
 SPECS = st.sampled_from([
     CacheSpec(block_size=16), CacheSpec(block_size=4), CacheSpec(block_size=1), CacheSpec(block_size=16, window=20),
     CacheSpec(block_size=8, window=12, sinks=3), CacheSpec(block_size=16, kv_dtype="int8"),
@@ -36,12 +46,14 @@ sampled = st.builds(
 )  # fmt: skip
 
 
+@EXACT_KERNELS
 @examples(60)
 @given(
-    st.sampled_from([MODEL, LLAMA]), SPECS, st.lists(st.tuples(prompts, sampled), min_size=1, max_size=6),
+    st.sampled_from([tiny_model, tiny_llama]), SPECS, st.lists(st.tuples(prompts, sampled), min_size=1, max_size=6),
     st.integers(0, 40), st.integers(1, 70), st.booleans(),
 )  # fmt: skip
-def test_every_request_gets_the_tokens_it_gets_alone(model, spec, requests, spare, batch_tokens, caching):
+def test_every_request_gets_the_tokens_it_gets_alone(numerics, make, spec, requests, spare, batch_tokens, caching):
+    model = computed(make, numerics)
     longest = max(len(prompt) + options.max_tokens for prompt, options in requests)
     blocks = model.blocks_for(spec, longest, batch_tokens) + spare + 1
     engine = Engine(model, spec, num_blocks=blocks, max_batch_tokens=batch_tokens, prefix_caching=caching)
@@ -124,10 +136,18 @@ class LlamaEngineMachine(EngineMachine):
     model = LLAMA
 
 
+class CompiledEngineMachine(EngineMachine):
+    def __init__(self):
+        self.model = computed(tiny_llama, COMPILED)
+        super().__init__()
+
+
 EngineMachine.TestCase.settings = examples(25, stateful_step_count=25)
 LlamaEngineMachine.TestCase.settings = examples(10, stateful_step_count=25)
+CompiledEngineMachine.TestCase.settings = examples(10, stateful_step_count=25)
 TestEngineMachine = EngineMachine.TestCase
 TestLlamaEngineMachine = LlamaEngineMachine.TestCase
+TestCompiledEngineMachine = NO_NUMBA(CompiledEngineMachine.TestCase)
 
 
 def test_preemption_happens_and_does_not_show():
@@ -319,9 +339,11 @@ def test_copies_that_make_no_sense_are_refused(n, options, words):
         Engine(MODEL).add([1], options, n)
 
 
-@pytest.mark.parametrize("model", [MODEL, LLAMA], ids=lambda model: model.name)
-def test_an_endless_text_runs_in_bounded_memory(model):
+@EXACT_KERNELS
+@pytest.mark.parametrize("make", [tiny_model, tiny_llama])
+def test_an_endless_text_runs_in_bounded_memory(make, numerics):
     """Window 12 and 3 sinks: 400 tokens in a model of 320 positions, a few blocks at a time."""
+    model = computed(make, numerics)
     spec = CacheSpec(block_size=4, window=12, sinks=3)
     engine = Engine(model, spec, num_blocks=30, max_batch_tokens=16)
     run = engine.add([1, 2, 3], Options(400, ignore_eos=True))[0]

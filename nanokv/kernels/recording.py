@@ -108,7 +108,7 @@ class Program:
         self.kept.append(matrix)
         self.words = max(self.words, linear_words())
         form = FORMATS.index(matrix.form)
-        return self._write(linear_kernel, x, form, *matrix.addresses, 0 if bias is None else bias, adds, out, inputs, outputs)
+        return self._write(linear_kernel, x, form, *matrix.addresses, 0 if bias is None else _constant(bias), adds, out, inputs, outputs)
 
     def rms_norm(
         self, x: Place, weight: np.ndarray, eps: float, out: np.ndarray, heads: int = 1, stride: int | None = None
@@ -116,12 +116,12 @@ class Program:
         """x [R, H, K] with rows `stride` elements apart -> out [R, H, K]."""
         width = len(weight)
         self.words = max(self.words, norm_words(width))
-        self._write(rms_norm_kernel, x, heads * width if stride is None else stride, heads, weight, out, width, real=eps)
+        self._write(rms_norm_kernel, x, heads * width if stride is None else stride, heads, _constant(weight), out, width, real=eps)
 
     def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float, out: np.ndarray) -> None:
         """x, out [R, K]"""
         self.words = max(self.words, norm_words(len(weight)))
-        self._write(layer_norm_kernel, len(weight), x, weight, bias, out, real=eps)
+        self._write(layer_norm_kernel, len(weight), x, _constant(weight), _constant(bias), out, real=eps)
 
     def gelu(self, x: np.ndarray, out: np.ndarray, width: int, by_erf: bool) -> None:
         """x, out [R, I]; by the error function, or by tanh."""
@@ -145,8 +145,8 @@ class Program:
     ) -> None:
         """tokens [R] int64, a matrix [V, E] -> out [R, E]; plus the rows of `places` [., E] at positions [R]."""
         self.kept.append(matrix)
-        form, places = FORMATS.index(matrix.form), 0 if places is None else places  # type: ignore[assignment]
-        self._write(embed_kernel, matrix.shape[1], tokens, form, *matrix.addresses, places, positions, out)
+        form, table = FORMATS.index(matrix.form), 0 if places is None else _constant(places)
+        self._write(embed_kernel, matrix.shape[1], tokens, form, *matrix.addresses, table, positions, out)
 
     def append(
         self, x: Place, heads: int, dim: int, slots: np.ndarray, layer: int, values: bool, stride: int | None = None
@@ -170,6 +170,11 @@ class Program:
     def ready(self) -> "Ready":
         """The program, to be run."""
         return Ready(self)
+
+
+def _constant(array: np.ndarray) -> np.ndarray:
+    """What a kernel only reads, as it takes it: the array itself, or a copy."""
+    return np.ascontiguousarray(array, dtype=F)
 
 
 class Ready:

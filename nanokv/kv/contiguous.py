@@ -1,6 +1,6 @@
 """Keys and values in one piece of memory a layer, filled from the left: the cache that every tutorial draws.
 
-With a window it rolls: the layer's memory is a ring of tiles, large enough for the window and one step, beside the tiles
+With a window it rolls: a layer's memory is a ring of tiles, large enough for the window and one step, beside the tiles
 that hold the sinks; tokens that no later query can see are cleared. Symbols as in kv/tile.py; `capacity` is in tokens.
 """
 
@@ -41,8 +41,13 @@ class ContiguousCache:
         self.codec = codec or get_codec(None, dtype, backend)
         self._visibility = per_layer(visibility, num_layers)
         self.alike = first_alike(self._visibility)
+        groups = sorted(set(self.alike))  # one ring for the layers that see alike
         self._rings = [
-            _Ring(num_kv_heads, head_dim, capacity, self.codec, backend, self._visibility[layer]) for layer in range(num_layers)
+            _Ring(self.alike.count(first), num_kv_heads, head_dim, capacity, self.codec, backend, self._visibility[first])
+            for first in groups
+        ]
+        self._places = [  # of each layer: its ring, and which of that ring's layers it is
+            (groups.index(first), self.alike[:layer].count(first)) for layer, first in enumerate(self.alike)
         ]
         self._own = OwnTile(num_layers, num_kv_heads, head_dim, dtype, backend) if self.codec.own_tile else None
         self._sources: np.ndarray | None = None  # once asked for
@@ -72,8 +77,7 @@ class ContiguousCache:
     @property
     def used_bytes(self) -> int:
         """Bytes of the tokens that are kept; one token's share of a group's scales is a fraction."""
-        pairs = zip(self._rings, self._visibility, strict=True)
-        used = sum(ring.storage.bytes_per_token * visibility.held(self._length) for ring, visibility in pairs)
+        used = sum(ring.storage.bytes_per_token * ring.visibility.held(self._length) for ring in self._rings)
         return round(used) + (self._own.k.nbytes + self._own.v.nbytes if self._own else 0)
 
     @property
@@ -86,6 +90,11 @@ class ContiguousCache:
     def planes(self) -> list[Array]:
         """Every array of the cache's memory."""
         return [plane for ring in self._rings for plane in ring.storage.planes]
+
+    def _ring(self, layer: int) -> "tuple[_Ring, int]":
+        """A layer's ring, and which of its layers that is."""
+        ring, one = self._places[layer]
+        return self._rings[ring], one
 
     def visibility(self, layer: int) -> Visibility:
         return self._visibility[layer]
@@ -111,17 +120,18 @@ class ContiguousCache:
         return np.arange(self._length, self._end)
 
     def write(self, layer: int, k: Array, v: Array) -> None:
-        ring = self._rings[layer]
+        ring, one = self._ring(layer)
         if self._own is None:
-            ring.write(self._length, k, v)
+            ring.write(one, self._length, k, v)
             return
         self._own.write(layer, self._length, k, v)
         for tile in range(self._length // TILE, self._end // TILE):
-            ring.write(tile * TILE, *self._own.tile(layer, tile))
+            ring.write(one, tile * TILE, *self._own.tile(layer, tile))
 
     def tiles(self, layer: int, last: int) -> list[Tiles]:
         encoded = last - 1 if self._own else last
-        found = self._rings[layer].tiles(max(self._length, last * TILE), encoded)
+        ring, one = self._ring(layer)
+        found = ring.tiles(one, max(self._length, last * TILE), encoded)
         if self._own:
             k, v = self._own.tile(layer, last)
             found.append(Tiles(k[None], v[None], last))
@@ -129,19 +139,20 @@ class ContiguousCache:
 
     def pages(self, layer: int, last: int) -> Pages:
         """What tiles() gives, where it lies."""
-        ring = self._rings[layer]
+        ring, one = self._ring(layer)
         numbers, places = ring.wanted(max(self._length, last * TILE), last - 1 if self._own else last)
         units = np.array(places, dtype=np.int64)[:, None]
         own = self._own.tile(layer, last) if self._own else None
-        return Pages(ring.storage, 0, np.array(numbers, dtype=np.int64), units, last, own)
+        return Pages(ring.storage, one, np.array(numbers, dtype=np.int64), units, last, own)
 
     def sources(self) -> np.ndarray | None:
         if self._sources is None and self._own is None:
-            self._sources = np.concatenate([sources_of(ring.storage) for ring in self._rings])
+            found = [sources_of(ring.storage) for ring in self._rings]
+            self._sources = np.array([found[ring][one] for ring, one in self._places])
         return self._sources
 
     def step_slots(self, layer: int) -> np.ndarray:
-        return self._rings[layer].slots(self._length, self._end)
+        return self._ring(layer)[0].slots(self._length, self._end)
 
     def commit(self) -> None:
         for ring in self._rings:
@@ -209,10 +220,18 @@ def check_truncation(length: int, present: int, visibility: Sequence[Visibility]
 
 
 class _Ring:
-    """One layer's memory. Tile i lives at place i, or, past the sinks' tiles, at a place of the ring behind them."""
+    """The memory of layers that see alike. Tile i lives at place i, or, past the sinks' tiles, at a place of the ring behind
+    them."""
 
     def __init__(
-        self, num_kv_heads: int, head_dim: int, capacity: int | None, codec: Codec, backend: Backend, visibility: Visibility
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int | None,
+        codec: Codec,
+        backend: Backend,
+        visibility: Visibility,
     ):
         self.visibility = visibility
         total = None if capacity is None else -(-capacity // TILE)
@@ -225,7 +244,7 @@ class _Ring:
                 self._pinned, self._turn, self.max_step = pinned, turn, TILE
         if self._turn is None:
             raise UsageError("a cache without a capacity needs a window on every layer")
-        self.storage = Storage(1, self._pinned + self._turn, TILE, num_kv_heads, head_dim, codec, backend)
+        self.storage = Storage(num_layers, self._pinned + self._turn, TILE, num_kv_heads, head_dim, codec, backend)
         self.opened = 0  # tiles that were cleared for use
 
     def place(self, tile: int) -> int:
@@ -243,10 +262,10 @@ class _Ring:
         for begin, end, slot in self._parts(start, stop):
             self.storage.clear(slot, slot + end - begin)
 
-    def write(self, start: int, k: Array, v: Array) -> None:
+    def write(self, layer: int, start: int, k: Array, v: Array) -> None:
         for begin, end, slot in self._parts(start, start + len(k)):
             part = slice(begin - start, end - start)
-            self.storage.write(0, slice(slot, slot + end - begin), k[part], v[part])
+            self.storage.write(layer, slice(slot, slot + end - begin), k[part], v[part])
 
     def slots(self, start: int, stop: int) -> np.ndarray:
         """Of the positions start .. stop - 1."""
@@ -265,10 +284,10 @@ class _Ring:
             parts.append((begin, end, place * TILE + begin - first * TILE))
         return parts
 
-    def tiles(self, query: int, last: int) -> list[Tiles]:
+    def tiles(self, layer: int, query: int, last: int) -> list[Tiles]:
         """The tiles up to `last` that a query at position `query` or later may see."""
         wanted, places = self.wanted(query, last)
-        return [Tiles(*self.storage.run(0, place, count), first) for first, place, count in runs(wanted, places)]
+        return [Tiles(*self.storage.run(layer, place, count), first) for first, place, count in runs(wanted, places)]
 
     def wanted(self, query: int, last: int) -> tuple[list[int], list[int]]:
         """Their numbers and places."""

@@ -1,4 +1,8 @@
-"""What the runtime and the caches promise holds with compiled kernels; and the bits depend on neither threads nor machine."""
+"""Compiled kernels give the same bits whatever the threads and the machine, and read every format as it is decoded.
+
+What the runtime and the caches promise is tested for them where it is tested for NumPy's kernels (EXACT_KERNELS in
+tests/support.py): in kv/test_caches.py, models/test_gpt2.py, models/test_llama.py, test_engine.py and test_beam.py.
+"""
 
 import json
 import os
@@ -8,16 +12,16 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nanokv.attention import attend, cached_attention
 from nanokv.kv.spec import CacheSpec
-from nanokv.kv.tile import Batch
-from nanokv.models import gpt2, llama
+from nanokv.models import gpt2
+from nanokv.models.families import module_for
 from nanokv.models.gpt2 import random_params
-from nanokv.numerics import COMPILED
-from tests.support import EVERYDAY, ROOT, chunkings, examples, head_counts, nan_cache, settings, small_config
+from nanokv.numerics import COMPILED, EXACT
+from nanokv.rope import Rope
+from tests.llama_support import small_llama
+from tests.support import EVERYDAY, ROOT, fit_for, in_chunks, nan_cache, settings, small_config
 
 pytest.importorskip("numba", reason="not run: numba is not installed (pip install 'nanokv[cpu]')")
 
@@ -26,11 +30,8 @@ import numba
 from nanokv.backend import NUMPY
 from nanokv.kernels.choice import PackedMemory, RoundedMemory
 from nanokv.kernels.matrix import FORMATS
-from nanokv.models.llama_config import LlamaConfig
-from nanokv.rope import Rope
 from tests.kernels import logits
 
-SEEDS = st.integers(0, 1 << 30)
 # Two orders of summation. fast_bound() allows the models below 5e-3 and 1.3e-3; rounding errors partly cancel, and 1.3e-5 and
 # 7e-6 are seen. In between, well under what the bound allows: a sharper test than the derived bound, not a derived one.
 ROUNDING = 1e-4
@@ -39,50 +40,11 @@ THOROUGH = pytest.mark.skipif(EVERY_DAY, reason="not run: half a minute each; ru
 KV = ("float32", "float16", "bfloat16", "int8", "fp8", "int4")
 
 
-def fed(params, tokens, chunks, cache):
-    parts, at = [], 0
-    for size in chunks:
-        parts.append(gpt2.forward(params, tokens[at : at + size], cache, numerics=COMPILED))
-        at += size
-    return np.concatenate(parts)
-
-
 def new_cache(config, spec, dtype=np.float32):
     shape = config.visibility(), config.num_kv_heads, config.head_dim
     if spec.kind == "paged":
         return spec.pool(*shape, 320 // spec.block_size + 10, dtype, NUMPY).new_sequence()
     return spec.contiguous(*shape, config.num_positions, dtype, NUMPY)
-
-
-@examples(12)
-@given(SEEDS, head_counts(), st.sampled_from([8, 24, 64]), st.sampled_from(FORMATS), st.integers(1, 300), st.data())
-def test_cached_equals_uncached_however_it_is_chunked(seed, heads, dim, form, total, draw):
-    """Unused memory is NaN; weights in every format."""
-    config = small_config(layers=2, heads=heads[0], kv_heads=heads[1], dim=dim)
-    params = random_params(config, seed, scale=0.2).to(PackedMemory("numpy", np, form))
-    tokens = np.random.default_rng(seed).integers(0, 61, total)
-    whole = gpt2.forward(params, tokens, nan_cache(config, total), numerics=COMPILED)
-    assert np.array_equal(fed(params, tokens, draw.draw(chunkings(total)), nan_cache(config, 320)), whole)
-
-
-@pytest.mark.parametrize("kv_dtype", KV)
-@pytest.mark.parametrize("window", [{}, {"window": 100}, {"window": 90, "sinks": 4}])
-def test_every_kv_format_reads_the_same_from_every_cache(kv_dtype, window):
-    """Paged in place, contiguous, token by token: the bits of one run in big steps; and NumPy's kernels within rounding."""
-    config = small_config(layers=2, heads=4, kv_heads=2, dim=24)
-    params = random_params(config, 3, scale=0.2)
-    tokens = np.random.default_rng(4).integers(0, 61, 290)
-    steps, at = ([100, 100, 90], [100, 200]) if window else ([290], [])
-    contiguous = CacheSpec(kv_dtype=kv_dtype, **window)
-    whole = fed(params, tokens, steps, new_cache(config, contiguous))
-    pieces = [1, 99, 30, 1, 1, 1, 70, 40, 47]
-    for spec in (contiguous, *(CacheSpec("paged", size, kv_dtype=kv_dtype, **window) for size in (32, 128))):
-        assert np.array_equal(fed(params, tokens, pieces, new_cache(config, spec)), whole), spec
-    if kv_dtype == "float32":
-        plain = [
-            gpt2.forward(params, part, cache) for cache in [new_cache(config, contiguous)] for part in np.split(tokens, at)
-        ]
-        assert np.allclose(np.concatenate(plain), whole, rtol=0, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("kv_dtype", [*KV, "fp8 fixed"])
@@ -106,26 +68,20 @@ def test_decoding_in_place_is_the_codecs(kv_dtype, dim, kind):
     assert np.array_equal(whole[some], expected)
 
 
-@examples(10)
-@given(SEEDS, st.lists(st.integers(1, 280), min_size=2, max_size=5), st.data())
-def test_a_sequence_does_not_know_its_batch(seed, lengths, draw):
-    """Contiguous and paged caches of several block sizes in one step, some with one row and some with many."""
-    config = small_config(layers=2, heads=4, kv_heads=2, dim=16)
-    params, rng = random_params(config, seed, scale=0.2), np.random.default_rng(seed)
-    specs = draw.draw(st.lists(st.sampled_from([CacheSpec(), CacheSpec("paged", 1), CacheSpec("paged", 16)]),
-                               min_size=len(lengths), max_size=len(lengths)))  # fmt: skip
-    texts = [rng.integers(0, 61, n + 20) for n in lengths]
-    caches = [new_cache(config, spec) for spec in specs]
-    more = [draw.draw(st.integers(1, 20)) for _ in lengths]
-    for text, n, cache in zip(texts, lengths, caches, strict=True):
-        fed(params, text[:n], [n], cache)
-    step = np.concatenate([text[n : n + m] for text, n, m in zip(texts, lengths, more, strict=True)])
-    together = gpt2.forward(params, step, Batch(list(zip(caches, more, strict=True))), numerics=COMPILED)
-    alone = [
-        fed(params, text[: n + m], [n + m], new_cache(config, CacheSpec()))[n:]
-        for text, n, m in zip(texts, lengths, more, strict=True)
+@pytest.mark.parametrize("config", [
+    small_config(heads=4, kv_heads=2, dim=24), small_config(activation="gelu", heads=4, kv_heads=2, dim=24),
+    small_llama(heads=6, kv_heads=2, qk_norm=True), small_llama(heads=6, kv_heads=2, rope=Rope(8, adjacent=True)),
+])  # fmt: skip
+@pytest.mark.parametrize("window", [{}, {"window": 100}, {"window": 90, "sinks": 4}])
+def test_compiled_is_numpy_but_for_rounding(config, window):
+    params = module_for(config).random_params(config, 3, scale=0.2)
+    tokens = np.random.default_rng(4).integers(0, 61, 290)
+    sizes = [100, 100, 90] if window else [290]
+    runs = [
+        in_chunks(fit_for(params, numerics), tokens, sizes, new_cache(config, CacheSpec(**window)), numerics)
+        for numerics in (EXACT, COMPILED)
     ]
-    assert np.array_equal(together, np.concatenate(alone))
+    assert np.allclose(*runs, rtol=0, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -140,22 +96,6 @@ def test_a_format_computes_what_its_decoded_weights_compute(form):
     assert np.array_equal(*runs)
 
 
-@pytest.mark.parametrize("adjacent", [False, True])
-def test_a_llama_is_the_same_in_pieces_and_near_numpy(adjacent):
-    config = LlamaConfig(
-        vocab_size=61, num_positions=300, width=48, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=8, inner=100,
-        norm_epsilon=1e-5, rope=Rope(8, adjacent=adjacent), qk_norm=True,
-    )  # fmt: skip
-    params = llama.random_params(config, 7, scale=0.2)
-    tokens = np.random.default_rng(8).integers(0, 61, 150)
-    whole = llama.forward(params, tokens, nan_cache(config, 150), numerics=COMPILED)
-    cache = nan_cache(config, 150)
-    parts = [llama.forward(params, tokens[at : at + 1], cache, numerics=COMPILED) for at in range(3)]
-    parts += [llama.forward(params, tokens[3:], cache, numerics=COMPILED)]
-    assert np.array_equal(np.concatenate(parts), whole)
-    assert np.allclose(whole, llama.forward(params, tokens, nan_cache(config, 150)), rtol=0, atol=ROUNDING)
-
-
 def test_threads_change_nothing():
     most = numba.config.NUMBA_NUM_THREADS
     if most == 1:
@@ -167,7 +107,7 @@ def test_threads_change_nothing():
     try:
         for threads in (1, most):
             numba.set_num_threads(threads)
-            runs.append(fed(params, tokens, [150, 1, 49], nan_cache(config, 200)))
+            runs.append(in_chunks(params, tokens, [150, 1, 49], nan_cache(config, 200), COMPILED))
     finally:
         numba.set_num_threads(before)
     assert np.array_equal(*runs)

@@ -13,7 +13,7 @@ from nanokv.attention import attend, naive_attention
 from nanokv.errors import UsageError
 from nanokv.kernels.matrix import FORMATS, pack
 from nanokv.kv.tile import TILE, Tiles, Visibility
-from nanokv.numerics import COMPILED, activate, layer_norm, linear, rms_norm, swiglu
+from nanokv.numerics import COMPILED, EXACT, activate, layer_norm, linear, rms_norm, swiglu
 from nanokv.rope import rotate
 from tests.kernels import oracle
 from tests.support import examples, head_counts
@@ -77,6 +77,60 @@ def test_what_is_not_finite_comes_out_as_numpy_has_it(value, where):
     with np.errstate(invalid="ignore"):
         expected = (x[:, None, :] * weight).sum(axis=-1)
     assert same(linear(x, weight, numerics=COMPILED), expected)
+
+
+@examples(25)
+@given(
+    SEEDS,
+    st.integers(1, 9),
+    WIDTHS,
+    st.integers(1, 200),
+    st.sampled_from(FORMATS),
+    st.sampled_from([np.nan, np.inf, -np.inf, 1.0]),
+)
+def test_a_product_in_any_format_is_the_oracles_with_the_decoded_weights(seed, rows, width, outputs, form, value):
+    """Widths and outputs that fill no segment and no panel; an input that is not finite; for floats also a weight."""
+    rng = np.random.default_rng(seed)
+    x, weight = normal(seed, rows, width), rng.standard_normal((outputs, width)).astype(np.float32)
+    x[rng.integers(rows), rng.integers(width)] = value
+    if form in ("float32", "bf16", "fp16"):
+        weight[rng.integers(outputs), rng.integers(width)] = value
+    matrix = pack(weight, form)
+    assert np.array_equal(np.isnan(matrix.to_array()), np.isnan(weight))
+    with np.errstate(invalid="ignore"):
+        assert same(linear(x, matrix, numerics=COMPILED), oracle.linear(x, matrix.to_array()))
+
+
+@pytest.mark.parametrize("form", ["float32", "bf16", "fp16"])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_subnormal_numbers_are_kept(form, rows):
+    """Subnormal inputs, weights and results: none is taken for zero."""
+    tiny = {"float32": 1e-40, "bf16": 1e-40, "fp16": 2.0**-24}[form]
+    decoded = np.float32(pack(np.full((1, 1), tiny, np.float32), form).to_array()[0, 0])
+    assert decoded != 0
+    for x, weight, expected in ((1.0, tiny, decoded), (1e-40, 1.0, np.float32(1e-40)), (1e-20, 1e-20, np.float32(1e-20) ** 2)):
+        if form == "fp16" and weight == 1e-20:
+            continue  # smaller than its smallest
+        out = linear(np.full((rows, 1), x, np.float32), pack(np.full((70, 1), weight, np.float32), form), numerics=COMPILED)
+        assert np.all(out != 0)
+        if weight != 1e-20 or form == "float32":
+            assert np.all(out == expected)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_attention_to_what_is_not_finite_is_numpys(value, where, rows):
+    """A number that the rows do see: NaN, infinity and finite outputs stand where NumPy's kernels have them."""
+    rng = np.random.default_rng(1)
+    arrays = {name: rng.standard_normal((40, 2, 16)).astype(np.float32) for name in "qkv"}
+    arrays[where][39 if where == "q" else 5, 1, 3] = value
+    at = np.arange(40 - rows, 40)
+    tiles = Tiles(as_tiles(arrays["k"]), as_tiles(arrays["v"]))
+    with np.errstate(all="ignore"):
+        ours, numpys = (attend(arrays["q"][at], at, tiles, numerics=numerics) for numerics in (COMPILED, EXACT))
+    assert np.allclose(ours, numpys, rtol=0, atol=1e-5, equal_nan=True)
+    assert where == "k" or not np.isfinite(numpys).all()  # a score of minus infinity weighs nothing
 
 
 @given(SEEDS, st.integers(1, 40), WIDTHS)

@@ -3,7 +3,7 @@
 What "recomputing" means: each text is fed at once to a fresh contiguous cache with the same visibility and codec.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -14,28 +14,52 @@ from hypothesis import strategies as st
 from nanokv.attention import attend
 from nanokv.backend import NUMPY
 from nanokv.errors import CapacityError, UsageError
+from nanokv.kernels.matrix import FORMATS
 from nanokv.kv.codec import CODECS, get_codec
 from nanokv.kv.contiguous import ContiguousCache
 from nanokv.kv.paged import PagedPool
 from nanokv.kv.spec import CacheSpec
 from nanokv.kv.tile import CAUSAL, TILE, Batch, Visibility
 from nanokv.models.families import Params, module_for
-from nanokv.numerics import FAST
+from nanokv.numerics import COMPILED, EXACT, FAST, Numerics
 from nanokv.rope import Rope
 from tests.llama_support import small_llama
-from tests.support import chunkings, examples, forward, head_counts, in_chunks, poisoned, small_config
+from tests.support import (
+    EXACT_KERNELS,
+    chunkings,
+    examples,
+    fit_for,
+    forward,
+    head_counts,
+    in_chunks,
+    poisoned,
+    small_config,
+)
 
 BLOCK_SIZES = st.sampled_from([1, 2, 8, 16, 32, 64, 128])
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A combination of codec and visibility, and models and caches for it."""
+    """A combination of codec and visibility, a model and caches for it; `form` is the format of packed weights."""
 
     params: Params = field(repr=False)
     dtype: type
     codec: str | None
     visibility: list[Visibility]
+    form: str = "float32"
+    numerics: Numerics = EXACT
+
+    def by(self, numerics):
+        """The same computed by other kernels: the compiled ones in float32, from packed weights."""
+        dtype = np.float32 if numerics is COMPILED else self.dtype
+        return replace(self, params=fit_for(self.params, numerics, self.form), numerics=numerics, dtype=dtype)
+
+    def forward(self, tokens, cache):
+        return forward(self.params, tokens, cache, numerics=self.numerics)
+
+    def in_chunks(self, tokens, sizes, cache):
+        return in_chunks(self.params, tokens, sizes, cache, self.numerics)
 
     def shape(self):
         config = self.params.config
@@ -60,7 +84,7 @@ class Kind:
         cache = self.contiguous(len(tokens))
         step = cache.max_step or len(tokens)
         sizes = [min(step, len(tokens) - at) for at in range(0, len(tokens), step)]
-        return in_chunks(self.params, tokens, sizes, cache)
+        return self.in_chunks(tokens, sizes, cache)
 
 
 @st.composite
@@ -82,7 +106,8 @@ def kinds(draw, codecs=(None, *CODECS), windows=True, streaming=True):
     if windows and streaming:
         choices += [st.builds(Visibility, window, st.integers(0, 140), st.just(True)).map(lambda v: [v] * layers)]
     params = module_for(config).random_params(config, draw(st.integers(0, 99)), dtype, scale=0.3)
-    return Kind(params, dtype, draw(st.sampled_from(codecs)), draw(st.one_of(choices)))
+    form = draw(st.sampled_from(FORMATS))
+    return Kind(params, dtype, draw(st.sampled_from(codecs)), draw(st.one_of(choices)), form)
 
 
 def texts(longest=400):
@@ -96,18 +121,22 @@ def steps(sizes, cache):
     return [part for size in sizes for part in [most] * (size // most) + [size % most] if part]
 
 
+@EXACT_KERNELS
 @examples(60)
 @given(kinds(), texts(), st.data())
-def test_a_contiguous_cache_equals_recomputing(kind, tokens, draw):
+def test_a_contiguous_cache_equals_recomputing(numerics, kind, tokens, draw):
+    kind = kind.by(numerics)
     cache = kind.contiguous(len(tokens) + draw.draw(st.integers(0, 200)))
-    pieces = in_chunks(kind.params, tokens, steps(draw.draw(chunkings(len(tokens))), cache), cache)
+    pieces = kind.in_chunks(tokens, steps(draw.draw(chunkings(len(tokens))), cache), cache)
     assert np.array_equal(pieces, kind.whole(tokens))
 
 
+@EXACT_KERNELS
 @examples(80)
 @given(kinds(), texts(), BLOCK_SIZES, st.data())
-def test_a_paged_cache_equals_recomputing(kind, tokens, block_size, draw):
+def test_a_paged_cache_equals_recomputing(numerics, kind, tokens, block_size, draw):
     """Whatever the block size, the order of the blocks, and what they held before."""
+    kind = kind.by(numerics)
     if kind.codec == "int4" and block_size % 32:
         with pytest.raises(UsageError, match="int4 works on groups of 32"):
             kind.pool(10, block_size)
@@ -115,7 +144,7 @@ def test_a_paged_cache_equals_recomputing(kind, tokens, block_size, draw):
     pool = kind.pool(2 * (-(-len(tokens) // block_size)) + 2, block_size)
     shuffle(pool, draw.draw(st.integers(0, 99)))
     cache = pool.new_sequence()
-    assert np.array_equal(in_chunks(kind.params, tokens, draw.draw(chunkings(len(tokens))), cache), kind.whole(tokens))
+    assert np.array_equal(kind.in_chunks(tokens, draw.draw(chunkings(len(tokens))), cache), kind.whole(tokens))
     used = sum(block != 0 for block in cache.block_table)
     assert pool.blocks.stats().used == used
     for visibility in [max(kind.visibility, key=lambda v: v.held(len(tokens)))]:
@@ -128,23 +157,25 @@ def shuffle(pool, seed):
     pool.blocks.free_blocks(np.random.default_rng(seed).permutation(blocks).tolist())
 
 
+@EXACT_KERNELS
 @examples(40)
 @given(kinds(), texts(200), texts(200), BLOCK_SIZES, st.data())
-def test_forks_go_their_own_ways(kind, tokens, other, block_size, draw):
+def test_forks_go_their_own_ways(numerics, kind, tokens, other, block_size, draw):
     """Parent and child share every block, then each is as if alone; the last holder writes in place."""
+    kind = kind.by(numerics)
     if kind.codec == "int4":
         block_size = max(32, block_size)
     pool = kind.pool(4 * (400 // block_size + 2), block_size)
     shuffle(pool, 1)
     parent = pool.new_sequence()
-    forward(kind.params, tokens, parent)
+    kind.forward(tokens, parent)
     held = pool.blocks.stats().used
     child = parent.fork()
     assert pool.blocks.stats().used == held
     mine, theirs = np.append(other, 1), np.append(other[::-1], 2)
     rows = {}
     for name, cache, more in draw.draw(st.permutations([("parent", parent, mine), ("child", child, theirs)])):
-        rows[name] = in_chunks(kind.params, more, draw.draw(chunkings(len(more))), cache)
+        rows[name] = kind.in_chunks(more, draw.draw(chunkings(len(more))), cache)
     assert np.array_equal(rows["parent"], kind.whole(np.concatenate([tokens, mine]))[len(tokens) :])
     assert np.array_equal(rows["child"], kind.whole(np.concatenate([tokens, theirs]))[len(tokens) :])
     parent.reset()
@@ -152,22 +183,24 @@ def test_forks_go_their_own_ways(kind, tokens, other, block_size, draw):
     assert pool.blocks.stats().used == 0
 
 
+@EXACT_KERNELS
 @examples(40)
 @given(kinds(), texts(200), texts(60), st.lists(st.integers(0, 2), min_size=3, max_size=3), BLOCK_SIZES, st.booleans())
-def test_beams_reorder_every_kind_of_cache(kind, tokens, other, order, block_size, paged):
+def test_beams_reorder_every_kind_of_cache(numerics, kind, tokens, other, order, block_size, paged):
     """Three sequences; then each row goes on from the one that `order` names, keys, values and scales: [1, 1, 0] too."""
+    kind = kind.by(numerics)
     pool = kind.pool(8 * (300 // max(32, block_size) + 2), max(32, block_size))
     caches = [pool.new_sequence() if paged else kind.contiguous(300) for _ in range(3)]
     starts = [np.roll(tokens, i) for i in range(3)]
     for cache, start in zip(caches, starts, strict=True):
-        in_chunks(kind.params, start, steps([len(start)], cache), cache)
+        kind.in_chunks(start, steps([len(start)], cache), cache)
     beams = [caches[i].copy() for i in order]
     if paged:
         for cache in caches:
             cache.reset()
     for row, (beam, i) in enumerate(zip(beams, order, strict=True)):
         more = np.append(other, row)
-        logits = in_chunks(kind.params, more, steps([1, len(more) - 1], beam), beam)
+        logits = kind.in_chunks(more, steps([1, len(more) - 1], beam), beam)
         assert np.array_equal(logits, kind.whole(np.concatenate([starts[i], more]))[len(tokens) :])
 
 
@@ -282,16 +315,18 @@ def test_every_kind_has_the_capacity_that_was_asked_for(kv_dtype, window):
                 cache.extend(1)
 
 
+@EXACT_KERNELS
 @examples(40)
 @given(kinds(), texts(300), texts(100), BLOCK_SIZES)
-def test_a_prefix_hit_equals_a_cold_run(kind, tokens, other, block_size):
+def test_a_prefix_hit_equals_a_cold_run(numerics, kind, tokens, other, block_size):
+    kind = kind.by(numerics)
     if kind.codec == "int4":
         block_size = max(32, block_size)
     pool = kind.pool(4 * (400 // block_size + 2), block_size)
     shuffle(pool, 2)
     first = pool.new_sequence()
     assert first.adopt(tokens) == 0
-    forward(kind.params, tokens, first)
+    kind.forward(tokens, first)
     first.publish(tokens)
     first.reset()
     for text in (tokens, np.concatenate([tokens, other]), np.concatenate([tokens[: len(tokens) // 2], other])):
@@ -299,15 +334,17 @@ def test_a_prefix_hit_equals_a_cold_run(kind, tokens, other, block_size):
         hit = again.adopt(text)
         assert hit % block_size == 0 or hit == len(text) - 1
         assert hit < len(text)
-        assert np.array_equal(forward(kind.params, text[hit:], again), kind.whole(text)[hit:])
+        assert np.array_equal(kind.forward(text[hit:], again), kind.whole(text)[hit:])
         again.publish(text)
         again.reset()
     assert pool.blocks.stats().used == 0
 
 
+@EXACT_KERNELS
 @examples(30)
 @given(kinds(windows=False), texts(300), st.data())
-def test_truncation_leaves_no_trace_in_any_storage(kind, tokens, draw):
+def test_truncation_leaves_no_trace_in_any_storage(numerics, kind, tokens, draw):
+    kind = kind.by(numerics)
     own = kind.codec == "int4"
     block = draw.draw(st.sampled_from([32, 128] if own else [1, 16, 128]))
     keep = draw.draw(st.integers(0, len(tokens) // TILE)) * TILE if own else draw.draw(st.integers(0, len(tokens)))
@@ -315,35 +352,37 @@ def test_truncation_leaves_no_trace_in_any_storage(kind, tokens, draw):
     pool = kind.pool(2 * (400 // block + 2), block)
     for cache in (kind.contiguous(420), pool.new_sequence()):
         junk = np.concatenate([tokens[:keep], np.random.default_rng(3).integers(0, 61, 50)])
-        forward(kind.params, junk, cache)
+        kind.forward(junk, cache)
         if isinstance(cache, ContiguousCache):
             cache = cache.copy()
         else:
             cache.publish(junk)
         cache.truncate(keep)
         if keep < len(tokens):
-            assert np.array_equal(forward(kind.params, tokens[keep:], cache), whole[keep:])
+            assert np.array_equal(kind.forward(tokens[keep:], cache), whole[keep:])
         with pytest.raises(UsageError):
             cache.truncate(len(tokens) + 1)
         cache.reset()
-        assert np.array_equal(forward(kind.params, tokens, cache), whole)
+        assert np.array_equal(kind.forward(tokens, cache), whole)
         cache.reset()
     again = pool.new_sequence()  # what the index still finds of the junk was not overwritten
     hit = again.adopt(junk)
-    assert np.array_equal(forward(kind.params, junk[hit:], again), kind.whole(junk)[hit:])
+    assert np.array_equal(kind.forward(junk[hit:], again), kind.whole(junk)[hit:])
 
 
+@EXACT_KERNELS
 @examples(25)
 @given(kinds(), st.lists(texts(150), min_size=2, max_size=4), BLOCK_SIZES)
-def test_sequences_of_one_pool_do_not_know_each_other(kind, prompts, block_size):
+def test_sequences_of_one_pool_do_not_know_each_other(numerics, kind, prompts, block_size):
+    kind = kind.by(numerics)
     if kind.codec == "int4":
         block_size = max(32, block_size)
     pool = kind.pool(5 * (200 // block_size + 2), block_size)
     shuffle(pool, 4)
     caches = [pool.new_sequence() for _ in prompts]
-    logits = forward(kind.params, np.concatenate(prompts), Batch([(c, len(p)) for c, p in zip(caches, prompts, strict=True)]))
+    logits = kind.forward(np.concatenate(prompts), Batch([(c, len(p)) for c, p in zip(caches, prompts, strict=True)]))
     for step in range(3):
-        more = forward(kind.params, np.array([step] * len(prompts)), Batch([(cache, 1) for cache in caches]))
+        more = kind.forward(np.array([step] * len(prompts)), Batch([(cache, 1) for cache in caches]))
         for i, prompt in enumerate(prompts):
             text = np.concatenate([prompt, np.arange(step + 1)])
             assert np.array_equal(more[i], kind.whole(text)[-1])
@@ -351,6 +390,25 @@ def test_sequences_of_one_pool_do_not_know_each_other(kind, prompts, block_size)
     for prompt in prompts:
         assert np.array_equal(logits[start : start + len(prompt)], kind.whole(prompt))
         start += len(prompt)
+
+
+@EXACT_KERNELS
+@examples(15)
+@given(kinds(), st.lists(st.tuples(texts(200), st.sampled_from([0, 1, 16, 64]), st.integers(1, 20)), min_size=2, max_size=4))
+def test_caches_of_different_kinds_in_one_step(numerics, kind, members):
+    """Contiguous (0) and paged, of several block sizes, some with one new row and some with many."""
+    kind, caches = kind.by(numerics), []
+    for tokens, block_size, _ in members:
+        if kind.codec == "int4" and block_size:
+            block_size = max(32, block_size)
+        paged = block_size and kind.pool(2 * (256 // block_size + 3), block_size)
+        caches.append(paged.new_sequence() if paged else kind.contiguous(220))
+        kind.in_chunks(tokens, steps([len(tokens)], caches[-1]), caches[-1])
+    ends = [np.arange(more) for _, _, more in members]
+    batch = Batch([(cache, len(end)) for cache, end in zip(caches, ends, strict=True)])
+    parts = np.split(kind.forward(np.concatenate(ends), batch), np.cumsum([len(end) for end in ends])[:-1])
+    for (tokens, _, _), end, part in zip(members, ends, parts, strict=True):
+        assert np.array_equal(part, kind.whole(np.concatenate([tokens, end]))[len(tokens) :])
 
 
 @examples(20)

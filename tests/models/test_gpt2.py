@@ -1,5 +1,7 @@
 """Cached equals uncached, bit for bit, and what a decoder must not get wrong."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,8 +11,8 @@ from nanokv.errors import CapacityError, TokenizerError, UsageError
 from nanokv.kv.tile import Batch
 from nanokv.models import gpt2
 from nanokv.models.gpt2 import fast_bound, forward, hidden_states, random_params
-from nanokv.numerics import EXACT, FAST
-from tests.support import chunkings, head_counts, in_chunks, nan_cache, small_config
+from nanokv.numerics import EXACT, FAST, Numerics
+from tests.support import EXACT_KERNELS, chunkings, fit_for, head_counts, in_chunks, nan_cache, small_config
 
 
 @st.composite
@@ -33,76 +35,88 @@ def cases(draw, longest=300):
     return params, tokens, dtype
 
 
+def by(numerics: Numerics, case: tuple) -> tuple:
+    """A case as these numerics take it: parameters, tokens, dtype and the forward pass."""
+    params, tokens, _ = case
+    params = fit_for(params, numerics)
+    return params, tokens, params.dtype.type, partial(forward, numerics=numerics)
+
+
+@EXACT_KERNELS
 @given(cases(), st.data())
-def test_cached_equals_recomputed_however_the_prompt_is_cut(case, draw):
-    params, tokens, dtype = case
-    whole = forward(params, tokens, nan_cache(params.config, len(tokens), dtype))
+def test_cached_equals_recomputed_however_the_prompt_is_cut(numerics, case, draw):
+    params, tokens, dtype, run = by(numerics, case)
+    whole = run(params, tokens, nan_cache(params.config, len(tokens), dtype))
     capacity = draw.draw(st.integers(len(tokens), len(tokens) + 300))
     cache = nan_cache(params.config, capacity, dtype)
-    pieces = in_chunks(params, tokens, draw.draw(chunkings(len(tokens))), cache)
+    pieces = in_chunks(params, tokens, draw.draw(chunkings(len(tokens))), cache, numerics)
     assert np.array_equal(pieces, whole)
     assert cache.length == len(tokens)
 
 
+@EXACT_KERNELS
 @given(cases(), st.integers(1, 8))
-def test_decoding_equals_recomputing_the_text_at_every_step(case, steps):
-    params, tokens, dtype = case
+def test_decoding_equals_recomputing_the_text_at_every_step(numerics, case, steps):
+    params, tokens, dtype, run = by(numerics, case)
     steps = min(steps, len(tokens))
     cache = nan_cache(params.config, len(tokens), dtype)
     for end in range(len(tokens) - steps + 1, len(tokens) + 1):
-        cached = forward(params, tokens[cache.length : end], cache, rows=slice(-1, None))
-        again = forward(params, tokens[:end], nan_cache(params.config, end, dtype), rows=slice(-1, None))
+        cached = run(params, tokens[cache.length : end], cache, rows=slice(-1, None))
+        again = run(params, tokens[:end], nan_cache(params.config, end, dtype), rows=slice(-1, None))
         assert np.array_equal(cached, again)
 
 
+@EXACT_KERNELS
 @given(cases(longest=150), st.lists(st.integers(1, 150), min_size=1, max_size=4), st.data())
-def test_a_sequence_does_not_know_its_batch(case, lengths, draw):
+def test_a_sequence_does_not_know_its_batch(numerics, case, lengths, draw):
     """Alone and among others, prompt and single tokens mixed."""
-    params, tokens, dtype = case
+    params, tokens, dtype, run = by(numerics, case)
     rng = np.random.default_rng(1)
     texts = [tokens, *(rng.integers(0, params.config.vocab_size, n) for n in lengths)]
     caches = [nan_cache(params.config, 310, dtype) for _ in texts]
     cut = draw.draw(st.integers(0, len(tokens) - 1))
     if cut:
-        forward(params, tokens[:cut], caches[0])
+        run(params, tokens[:cut], caches[0])
         texts[0] = tokens[cut:]
     order = draw.draw(st.permutations(range(len(texts))))
     batch = Batch([(caches[i], len(texts[i])) for i in order])
-    logits = forward(params, np.concatenate([texts[i] for i in order]), batch)
+    logits = run(params, np.concatenate([texts[i] for i in order]), batch)
     start = sum(len(texts[i]) for i in order[: order.index(0)])
-    alone = forward(params, tokens, nan_cache(params.config, 310, dtype))[cut:]
+    alone = run(params, tokens, nan_cache(params.config, 310, dtype))[cut:]
     assert np.array_equal(logits[start : start + len(texts[0])], alone)
 
 
+@EXACT_KERNELS
 @given(cases(), st.data())
-def test_truncate_reset_and_copy_leave_no_trace(case, draw):
-    params, tokens, dtype = case
-    whole = forward(params, tokens, nan_cache(params.config, len(tokens), dtype))
+def test_truncate_reset_and_copy_leave_no_trace(numerics, case, draw):
+    params, tokens, dtype, run = by(numerics, case)
+    whole = run(params, tokens, nan_cache(params.config, len(tokens), dtype))
     cache = nan_cache(params.config, 320, dtype)
     other = np.random.default_rng(5).integers(0, params.config.vocab_size, draw.draw(st.integers(1, 300)))
     keep = draw.draw(st.integers(0, min(len(tokens), len(other))))
-    forward(params, np.concatenate([tokens[:keep], other[keep:]]), cache)
+    run(params, np.concatenate([tokens[:keep], other[keep:]]), cache)
     cache.truncate(keep)
     branch = cache.copy()
     for each in (cache, branch):
         if keep < len(tokens):
-            assert np.array_equal(forward(params, tokens[keep:], each), whole[keep:])
+            assert np.array_equal(run(params, tokens[keep:], each), whole[keep:])
     cache.reset()
-    assert np.array_equal(forward(params, tokens, cache), whole)
+    assert np.array_equal(run(params, tokens, cache), whole)
 
 
+@EXACT_KERNELS
 @given(cases(), st.data())
-def test_a_step_that_failed_leaves_no_trace(case, draw):
-    params, tokens, dtype = case
+def test_a_step_that_failed_leaves_no_trace(numerics, case, draw):
+    params, tokens, dtype, run = by(numerics, case)
     cut = draw.draw(st.integers(0, len(tokens) - 1))
     cache = nan_cache(params.config, 320, dtype)
     if cut:
-        forward(params, tokens[:cut], cache)
+        run(params, tokens[:cut], cache)
     cache.extend(draw.draw(st.integers(1, 320 - cut)))
     junk = np.full((1, params.config.num_kv_heads, params.config.head_dim), np.inf, dtype)
     cache.write(0, junk, junk)
-    whole = forward(params, tokens, nan_cache(params.config, len(tokens), dtype))
-    assert np.array_equal(forward(params, tokens[cut:], cache), whole[cut:])
+    whole = run(params, tokens, nan_cache(params.config, len(tokens), dtype))
+    assert np.array_equal(run(params, tokens[cut:], cache), whole[cut:])
 
 
 @given(cases(), st.data())
@@ -121,15 +135,16 @@ def test_fast_stays_in_its_bound(case, draw):
             assert fast[row].argmax() == exact[row].argmax()
 
 
+@EXACT_KERNELS
 @pytest.mark.parametrize("heads", [(12, 768), (16, 1024)])
-def test_identity_at_real_widths(heads):
+def test_identity_at_real_widths(heads, numerics):
     count, width = heads
     config = small_config(layers=1, heads=count, kv_heads=count, dim=width // count, vocab=500)
-    params = random_params(config, scale=0.05)
+    params = fit_for(random_params(config, scale=0.05), numerics)
     tokens = np.random.default_rng(0).integers(0, 500, 140)
-    whole = forward(params, tokens, nan_cache(config, 140))
+    whole = forward(params, tokens, nan_cache(config, 140), numerics=numerics)
     for chunks in ([1] * 140, [139, 1], [5, 128, 7]):
-        assert np.array_equal(in_chunks(params, tokens, chunks, nan_cache(config, 200)), whole)
+        assert np.array_equal(in_chunks(params, tokens, chunks, nan_cache(config, 200), numerics), whole)
 
 
 def test_logits_do_not_depend_on_capacity():

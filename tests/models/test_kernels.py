@@ -30,5 +30,7 @@ def test_identity_holds_on_other_kernels():
     name = probe.stdout.strip()
     if name == blas()[0]:
         pytest.skip(f"not run: this machine's BLAS has one set of kernels ({name})")
-    result = subprocess.run([sys.executable, "-m", "pytest", *IDENTITY], env=env, cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", *IDENTITY, "-k", "not compiled"], env=env, cwd=ROOT, capture_output=True, text=True
+    )
     assert result.returncode == 0, f"on {name}:\n{result.stdout[-3000:]}"

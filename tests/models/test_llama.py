@@ -17,7 +17,7 @@ from nanokv.models.llama import fast_bound, forward, hidden_states, random_param
 from nanokv.numerics import EXACT, FAST
 from nanokv.rope import Rope, Scaling
 from tests.llama_support import adjacent, cache_for, reference, run, small_llama, whole
-from tests.support import chunkings, head_counts
+from tests.support import EXACT_KERNELS, chunkings, fit_for, head_counts
 
 SCALINGS = [
     Scaling(),
@@ -47,66 +47,82 @@ def cases(draw, longest=300, windows=True):
     return params, tokens, dtype
 
 
+@EXACT_KERNELS
 @given(cases(), st.data())
-def test_cached_equals_recomputed_however_the_prompt_is_cut(case, draw):
-    params, tokens, dtype = case
+def test_cached_equals_recomputed_however_the_prompt_is_cut(numerics, case, draw):
+    params, tokens = fit_for(case[0], numerics), case[1]
+    dtype = params.dtype.type
     cache = cache_for(params.config, draw.draw(st.integers(len(tokens), len(tokens) + 300)), dtype)
-    pieces = run(params, tokens, draw.draw(chunkings(len(tokens))), cache)
-    assert np.array_equal(pieces, whole(params, tokens))
+    pieces = run(params, tokens, draw.draw(chunkings(len(tokens))), cache, numerics)
+    assert np.array_equal(pieces, whole(params, tokens, numerics))
     assert cache.length == len(tokens)
 
 
+@EXACT_KERNELS
 @given(cases(), st.sampled_from([1, 8, 16, 128]), st.data())
-def test_paged_equals_recomputed(case, block_size, draw):
-    params, tokens, dtype = case
+def test_paged_equals_recomputed(numerics, case, block_size, draw):
+    params, tokens = fit_for(case[0], numerics), case[1]
+    dtype = params.dtype.type
     config = params.config
     shape = config.num_layers, config.num_kv_heads, config.head_dim
     pool = PagedPool(*shape, 400 // block_size + 3, block_size, dtype, visibility=config.visibility())
     for plane in pool.storage.planes:
         plane[:, 1:] = np.nan
-    assert np.array_equal(run(params, tokens, draw.draw(chunkings(len(tokens))), pool.new_sequence()), whole(params, tokens))
+    assert np.array_equal(
+        run(params, tokens, draw.draw(chunkings(len(tokens))), pool.new_sequence(), numerics), whole(params, tokens, numerics)
+    )
 
 
+@EXACT_KERNELS
 @given(cases(), st.integers(1, 8))
-def test_decoding_equals_recomputing_the_text_at_every_step(case, steps):
-    params, tokens, dtype = case
+def test_decoding_equals_recomputing_the_text_at_every_step(numerics, case, steps):
+    params, tokens = fit_for(case[0], numerics), case[1]
+    dtype = params.dtype.type
     steps = min(steps, len(tokens))
     cache = cache_for(params.config, len(tokens), dtype)
     if steps < len(tokens):
-        run(params, tokens[:-steps], [len(tokens) - steps], cache)
+        run(params, tokens[:-steps], [len(tokens) - steps], cache, numerics)
     for end in range(len(tokens) - steps + 1, len(tokens) + 1):
-        cached = forward(params, tokens[end - 1 : end], cache)
-        assert np.array_equal(cached[0], whole(params, tokens[:end])[-1])
+        cached = forward(params, tokens[end - 1 : end], cache, numerics=numerics)
+        assert np.array_equal(cached[0], whole(params, tokens[:end], numerics)[-1])
 
 
+@EXACT_KERNELS
 @given(cases(longest=120), st.lists(st.integers(1, 120), min_size=1, max_size=4), st.data())
-def test_a_sequence_does_not_know_its_batch(case, lengths, draw):
+def test_a_sequence_does_not_know_its_batch(numerics, case, lengths, draw):
     """Alone and among others, prompt and single tokens mixed."""
-    params, tokens, dtype = case
+    params, tokens = fit_for(case[0], numerics), case[1]
+    dtype = params.dtype.type
     rng = np.random.default_rng(1)
     texts = [tokens, *(rng.integers(0, params.config.vocab_size, n) for n in lengths)]
     caches = [cache_for(params.config, 310, dtype) for _ in texts]
     cut = draw.draw(st.integers(0, len(tokens) - 1))
     if cut:
-        run(params, tokens[:cut], [cut], caches[0])
+        run(params, tokens[:cut], [cut], caches[0], numerics)
         texts[0] = tokens[cut:]
     order = draw.draw(st.permutations(range(len(texts))))
-    logits = forward(params, np.concatenate([texts[i] for i in order]), Batch([(caches[i], len(texts[i])) for i in order]))
+    logits = forward(
+        params, np.concatenate([texts[i] for i in order]), Batch([(caches[i], len(texts[i])) for i in order]), numerics=numerics
+    )
     start = sum(len(texts[i]) for i in order[: order.index(0)])
-    assert np.array_equal(logits[start : start + len(texts[0])], whole(params, tokens)[cut:])
+    assert np.array_equal(logits[start : start + len(texts[0])], whole(params, tokens, numerics)[cut:])
 
 
+@EXACT_KERNELS
 @given(cases(windows=False), st.data())
-def test_truncate_and_copy_leave_no_trace(case, draw):
-    params, tokens, dtype = case
+def test_truncate_and_copy_leave_no_trace(numerics, case, draw):
+    params, tokens = fit_for(case[0], numerics), case[1]
+    dtype = params.dtype.type
     cache = cache_for(params.config, 320, dtype)
     other = np.random.default_rng(5).integers(0, params.config.vocab_size, draw.draw(st.integers(1, 300)))
     keep = draw.draw(st.integers(0, min(len(tokens), len(other))))
-    forward(params, np.concatenate([tokens[:keep], other[keep:]]), cache)
+    forward(params, np.concatenate([tokens[:keep], other[keep:]]), cache, numerics=numerics)
     cache.truncate(keep)
     for each in (cache.copy(), cache):
         if keep < len(tokens):
-            assert np.array_equal(forward(params, tokens[keep:], each), whole(params, tokens)[keep:])
+            assert np.array_equal(
+                forward(params, tokens[keep:], each, numerics=numerics), whole(params, tokens, numerics)[keep:]
+            )
 
 
 @given(cases(longest=150))

@@ -28,8 +28,9 @@ class Traffic:
 def linear(rows: int, inputs: int, outputs: int, weight_bytes: int, bias: bool, row_scales: bool = False) -> dict[str, Traffic]:
     """linear(): the weights once for every 8 rows (every 128 where there are many), x once a panel.
 
-    `weight_bytes` is Matrix.nbytes without int4's words past the last input, which nobody reads; scales of whole rows are read by each block that has segments of them. FLOPs are those
-    that are done: of whole panels, and of as many rows as a block holds.
+    `weight_bytes` is Matrix.nbytes without int4's words past the last input, which nobody reads; scales of whole rows are
+    read by each block that has segments of them. FLOPs are those that are done: of whole panels, and of as many rows as a
+    block holds.
     """
     panels, segments, x = -(-outputs // PANEL), segments_of(inputs), rows * inputs * 4
     added = {"bias": 4 * outputs * (1 if rows <= FEW else -(-rows // MANY_ROWS))} if bias else {}
