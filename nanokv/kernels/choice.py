@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
+
 from nanokv.backend import Array, Backend
 from nanokv.errors import UsageError
 from nanokv.kernels.matrix import FORMATS, Matrix, pack
@@ -66,6 +68,10 @@ class PackedMemory(Backend):
 
     def from_numpy(self, array: Array) -> Array:
         return self.table(array) if array.ndim != 2 else self.keep(pack(array, self.form or "float32"))
+
+    def table(self, array: Array) -> Array:
+        """Not packed: in float32, in which alone the kernels compute."""
+        return super().table(np.asarray(array, dtype=np.float32))
 
     def keep(self, matrix: Matrix) -> Array:
         """A packed matrix, as a file may hold it, in this memory."""

@@ -107,16 +107,16 @@ class Program:
         outputs, inputs = matrix.shape
         self.kept.append(matrix)
         self.words = max(self.words, linear_words())
-        form = FORMATS.index(matrix.form)
-        return self._write(linear_kernel, x, form, *matrix.addresses, 0 if bias is None else _constant(bias), adds, out, inputs, outputs)
+        form, more = FORMATS.index(matrix.form), 0 if bias is None else _constant(bias)
+        return self._write(linear_kernel, x, form, *matrix.addresses, more, adds, out, inputs, outputs)
 
     def rms_norm(
         self, x: Place, weight: np.ndarray, eps: float, out: np.ndarray, heads: int = 1, stride: int | None = None
     ) -> None:
         """x [R, H, K] with rows `stride` elements apart -> out [R, H, K]."""
         width = len(weight)
-        self.words = max(self.words, norm_words(width))
-        self._write(rms_norm_kernel, x, heads * width if stride is None else stride, heads, _constant(weight), out, width, real=eps)
+        self.words, gap = max(self.words, norm_words(width)), heads * width if stride is None else stride
+        self._write(rms_norm_kernel, x, gap, heads, _constant(weight), out, width, real=eps)
 
     def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float, out: np.ndarray) -> None:
         """x, out [R, K]"""
