@@ -71,7 +71,7 @@ def machine(threads: int) -> Calls:
     rows, depth, times = 6, 1024, 4000
     block = product(rows, 4)
 
-    @njit(parallel=True)
+    @njit(parallel=True)  # type: ignore[untyped-decorator]
     def multiply(x: Any, w: Any, out: Any) -> None:
         for thread in prange(len(x)):
             for _ in range(times):
@@ -157,7 +157,7 @@ def against_transformers(repeat: int, threads: int, per_byte: float, points: lis
         share = read * per_byte / ours
         yield "GPT-2 124M decode", f"{ours * 1e3:.2f} ms, {share:.0%} of the read bandwidth", "80%, aim 90%"
         yield "... of transformers' time", f"{ours / theirs:.2f} of {theirs * 1e3:.1f} ms", "0.4"
-        needed = 2 * (weights + vocab * e), read
+        needed: tuple[float, float] = 2 * (weights + vocab * e), read
         points += [Point("GPT-2 decode", True, *needed, ours), Point("GPT-2 decode", False, *needed, theirs)]
         spent = in_turns(made, "prefill", repeat)
         attention = 4 * layers * e * PREFILL * PREFILL / 2
@@ -317,7 +317,7 @@ def paged_against_contiguous(repeat: int, threads: int) -> Iterator[Row]:
         yield f"paged over contiguous, batch {batch}", f"{ratio:.3f} of {middle['contiguous'] * 1e3:.1f} ms", "1.05"
 
 
-REPEATS = 200  # of one product: a call of some microseconds is too short for a turn
+REPEATS = 1000  # of one product: a call of some microseconds is too short for a turn
 
 
 def products(packed: bool, threads: int) -> Calls:

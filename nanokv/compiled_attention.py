@@ -87,27 +87,30 @@ def step_tables(cache: Cache | Batch, positions: np.ndarray, turned_twice: bool)
     groups: list[np.ndarray] = []
     lines: list[np.ndarray] = []
     places: list[np.ndarray] = []
-    owners: list[int] = []
+    owners: list[np.ndarray] = []
     keys, count = set(), 0
     for group in range(len(which)):
-        table, layer = [], alike.index(group)
-        for index, (one, rows) in enumerate(members):
-            homes[rows], slots[group, rows] = index, one.step_slots(layer)
+        table, layer, source = [], alike.index(group), 0
+        for (one, rows), own in zip(members, sources, strict=True):
+            last_source = source + own.shape[1] - 1
+            homes[rows], slots[group, rows] = last_source, one.step_slots(layer)
             for key, run in _runs_of(one, layer, rows.start, positions[rows], turned_twice):
                 keys.add(key)
                 last = count + len(run.lines)
                 table.append((run.begin, run.end, count, last, run.visibility.window or 0, run.visibility.sinks))
                 lines.append(run.lines)
                 places.append(run.places)
-                owners += [index] * len(run.lines)
+                in_full = run.lines[:, layout.CODEC] == layout.FLOAT32
+                owners.append(np.where(in_full, last_source, source))
                 count = last
+            source = last_source + 1
         groups.append(np.array(table, np.int64))
     if len(keys) > 1:
         return None
     ((unit_size, fixed),) = keys
     tables = arranged(
         groups, alike, positions=positions, tiles=np.concatenate(lines),
-        sources=np.stack(sources, axis=1), which=np.array(owners, np.int64), homes=homes, units=np.concatenate(places),
+        sources=np.concatenate(sources, axis=1), which=np.concatenate(owners), homes=homes, units=np.concatenate(places),
         unit_size=unit_size, fixed=fixed,
     )  # fmt: skip
     return tables, slots[alike]

@@ -12,7 +12,7 @@ import numpy as np
 from nanokv.backend import NUMPY, Array, Backend, asking_for
 from nanokv.errors import CapacityError, UsageError
 from nanokv.kv.codec import Codec, get_codec
-from nanokv.kv.pages import Pages, sources_of
+from nanokv.kv.pages import Pages, sources_of, with_own_tile
 from nanokv.kv.storage import OwnTile, Storage, runs
 from nanokv.kv.tile import CAUSAL, TILE, Tiles, Visibility
 
@@ -120,13 +120,18 @@ class ContiguousCache:
         return np.arange(self._length, self._end)
 
     def write(self, layer: int, k: Array, v: Array) -> None:
-        ring, one = self._ring(layer)
         if self._own is None:
+            ring, one = self._ring(layer)
             ring.write(one, self._length, k, v)
             return
         self._own.write(layer, self._length, k, v)
-        for tile in range(self._length // TILE, self._end // TILE):
-            ring.write(one, tile * TILE, *self._own.tile(layer, tile))
+        self._encode(layer, self._own)
+
+    def _encode(self, layer: int, own: OwnTile) -> None:
+        """The tiles that this step has made full."""
+        ring, one = self._ring(layer)
+        for tile in own.filled(self._length, self._end):
+            ring.write(one, tile * TILE, *own.tile(layer, tile))
 
     def tiles(self, layer: int, last: int) -> list[Tiles]:
         encoded = last - 1 if self._own else last
@@ -146,13 +151,20 @@ class ContiguousCache:
         return Pages(ring.storage, one, np.array(numbers, dtype=np.int64), units, last, own)
 
     def sources(self) -> np.ndarray | None:
-        if self._sources is None and self._own is None:
+        if self._sources is None:
             found = [sources_of(ring.storage) for ring in self._rings]
-            self._sources = np.array([found[ring][one] for ring, one in self._places])
-        return self._sources
+            self._sources = np.array([[found[ring][one]] for ring, one in self._places])
+        return with_own_tile(self._sources, self._own, self._length, self._end)
 
     def step_slots(self, layer: int) -> np.ndarray:
+        if self._own:
+            return np.arange(self._length, self._end) % TILE
         return self._ring(layer)[0].slots(self._length, self._end)
+
+    def written(self) -> None:
+        if self._own and self._own.filled(self._length, self._end):
+            for layer in range(len(self._places)):
+                self._encode(layer, self._own)
 
     def commit(self) -> None:
         for ring in self._rings:

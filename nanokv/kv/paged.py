@@ -19,7 +19,7 @@ from nanokv.errors import UsageError
 from nanokv.kv.block_pool import NULL_BLOCK, BlockPool
 from nanokv.kv.codec import Codec, get_codec
 from nanokv.kv.contiguous import check_truncation, first_alike, per_layer
-from nanokv.kv.pages import Pages, sources_of
+from nanokv.kv.pages import Pages, sources_of, with_own_tile
 from nanokv.kv.prefix import BlockKey, block_keys, tagged
 from nanokv.kv.storage import OwnTile, Storage
 from nanokv.kv.tile import CAUSAL, TILE, Tiles, Visibility
@@ -184,13 +184,16 @@ class PagedCache:
         return table[positions // size - start // size] * size + positions % size
 
     def write(self, layer: int, k: Array, v: Array) -> None:
-        storage = self.pool.storage
         if self._own is None:
-            storage.write(layer, self._slots, k, v)
+            self.pool.storage.write(layer, self._slots, k, v)
             return
         self._own.write(layer, self._length, k, v)
-        for tile in range(self._length // TILE, self._end // TILE):
-            storage.write(layer, self.slot_mapping(tile * TILE, (tile + 1) * TILE), *self._own.tile(layer, tile))
+        self._encode(layer, self._own)
+
+    def _encode(self, layer: int, own: OwnTile) -> None:
+        """The tiles that this step has made full."""
+        for tile in own.filled(self._length, self._end):
+            self.pool.storage.write(layer, self.slot_mapping(tile * TILE, (tile + 1) * TILE), *own.tile(layer, tile))
 
     def tiles(self, layer: int, last: int) -> list[Tiles]:
         found = []
@@ -220,9 +223,16 @@ class PagedCache:
         return self.pool.alike
 
     def sources(self) -> np.ndarray | None:
-        return None if self._own else sources_of(self.pool.storage)
+        return with_own_tile(sources_of(self.pool.storage)[:, None], self._own, self._length, self._end)
+
+    def written(self) -> None:
+        if self._own and self._own.filled(self._length, self._end):
+            for layer in range(len(self.pool.visibility)):
+                self._encode(layer, self._own)
 
     def step_slots(self, layer: int) -> np.ndarray:
+        if self._own:
+            return np.arange(self._length, self._end) % TILE
         return self.slot_mapping(self._length, self._end)
 
     def _ranges(self, layer: int, last: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -10,7 +10,7 @@ import numpy as np
 from nanokv.backend import Array, address_of
 from nanokv.kernels import layout
 from nanokv.kv.codec import codec_number as codec_number
-from nanokv.kv.storage import Storage
+from nanokv.kv.storage import OwnTile, Storage
 from nanokv.kv.tile import TILE
 
 
@@ -61,6 +61,21 @@ def sources_of(storage: Storage) -> np.ndarray:
         for i, plane in enumerate(planes):
             found[:, first + i] = address_of(plane) + layers * plane.strides[0]
     return found
+
+
+def with_own_tile(sources: np.ndarray, own: OwnTile | None, length: int, end: int) -> np.ndarray | None:
+    """sources_of() as [L, 1, 7], and behind it, [L, 2, 7], the tile in full precision that the tokens length .. end - 1 go
+    to, where a cache keeps one; None where they go to several."""
+    if own is None:
+        return sources
+    if length // TILE != (end - 1) // TILE:
+        return None
+    k, v = own.tile(0, length // TILE)
+    found = np.zeros((len(own.k), 1, 7), np.int64)
+    found[:, 0, 0] = layout.FLOAT32
+    for column, first, plane in ((1, k, own.k), (4, v, own.v)):
+        found[:, 0, column] = address_of(first) + np.arange(len(plane)) * plane.strides[0]
+    return np.concatenate([sources, found], axis=1)
 
 
 def tile_line(number: int, k: Array, v: Array) -> np.ndarray:

@@ -181,6 +181,10 @@ class OwnTile:
         start = (index - self.first) * TILE
         return self.k[layer, start : start + TILE], self.v[layer, start : start + TILE]
 
+    def filled(self, length: int, end: int) -> range:
+        """The tiles that the tokens length .. end - 1 make full."""
+        return range(length // TILE, end // TILE)
+
     def settle(self, length: int) -> None:
         """Keeps the tile that the next token goes to."""
         start = (length // TILE - self.first) * TILE

@@ -134,12 +134,16 @@ class Cache(Protocol):
         ...
 
     def sources(self) -> np.ndarray | None:
-        """Where the keys and values of each layer lie: lines [L, 7] as nanokv.kv.pages.sources_of gives them; None for a cache
-        whose tokens have to be encoded by the tile."""
+        """Where the keys and values of each layer lie: lines [L, S, 7] as nanokv.kv.pages.sources_of gives them, the last for
+        this step's tokens; None where they have to be encoded before the step's end."""
         ...
 
     def step_slots(self, layer: int) -> np.ndarray:
-        """The slots [R] of this step's tokens."""
+        """The slots [R] of this step's tokens there."""
+        ...
+
+    def written(self) -> None:
+        """To be called once the keys and values of all layers were put into these slots, in place of write()."""
         ...
 
     def commit(self) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from nanokv.compiled_attention import step_tables
 from nanokv.kernels import layout
 from nanokv.kernels.matrix import Matrix
-from nanokv.kv.tile import Batch, Cache
+from nanokv.kv.tile import Batch, Cache, members_of
 
 if TYPE_CHECKING:
     from nanokv.kernels.recording import Program
@@ -72,7 +72,10 @@ class Recorded:
             for to, turn in zip((room.cos, room.sin, room.sinks_cos, room.sinks_sin), turns, strict=False):
                 to[:rows] = turn[:, 0]
             self._layers.run(rows, get_num_threads(), tables, () if len(turns) > 2 else self._twice)
-            return room.x[:rows].copy()
+            hidden = room.x[:rows].copy()
+        for one, _ in members_of(cache, rows):
+            one.written()
+        return hidden
 
 
 class RecordedHead:
