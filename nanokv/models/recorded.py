@@ -49,7 +49,7 @@ class Told:
 
     tokens: Array
     positions: Array
-    slots: Sequence[Array]
+    slots: Any  # an array for each layer
     cos: Array
     sin: Array
     sinks_cos: Array
@@ -146,6 +146,7 @@ class RecordedHead:
 
 
 Made = TypeVar("Made", Recorded, RecordedHead)
+Other = TypeVar("Other")
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,14 @@ class Recordable:
         found = programs.get(record)
         if found is None or found.rows < rows:
             found = programs[record] = record(self, max(LEAST_ROWS, 1 << (rows - 1).bit_length()))
+        return found
+
+    def beside(self, make: Callable[[], Other]) -> Other:
+        """What `make` gave when it was first asked for these parameters."""
+        programs = self.__dict__.setdefault("_programs", {})
+        if make not in programs:
+            programs[make] = make()
+        found: Other = programs[make]
         return found
 
     def __getstate__(self) -> dict[str, Any]:
