@@ -19,13 +19,13 @@ import numpy as np
 
 import nanokv
 from nanokv.backend import NUMPY, Backend, to_numpy
+from nanokv.card_sampling import host_choice
 from nanokv.errors import NanoKVError
 from nanokv.kernels.choice import PackedMemory
 from nanokv.kernels.cuda import launches, traffic
 from nanokv.kernels.cuda.arrays import CardMemory, sent
 from nanokv.kernels.cuda.card import Card
 from nanokv.kernels.cuda.launches import Choice
-from nanokv.kernels.cuda.sampling import host_choice
 from nanokv.kernels.cuda.tables import host_tables
 from nanokv.kernels.layout import (
     BEGIN,
@@ -120,11 +120,11 @@ def decode(
         caches = [pool.new_sequence() for _ in range(batch)]
         for cache in caches:
             forward(params, np.zeros(context, np.int64), cache, rows=slice(-1, None), numerics=COMPILED)
-        step = DecodeStep(params, pool, batch, context + 8, gpu)
+        step = DecodeStep(params, caches[0], batch, context + 8)
         step.prepare(caches, [0] * batch)
-        plain = timer(step.run, 30) * 1e3
+        plain = timer(step.launch, 30) * 1e3
         step.capture()
-        graph = timer(step.run, 30) * 1e3
+        graph = timer(step.launch, 30) * 1e3
         heads, dim = config.num_heads, config.head_dim
         attention = sum(each.nbytes for each in traffic.decode([context + 1] * batch, heads, heads, dim, 4 * dim, 16).values())
         weights = sum(each.nbytes for block in params.blocks for each in vars(block).values()) + params.head.nbytes

@@ -48,8 +48,8 @@ def cached_attention(
     `q_sinks` [R, Hq, D] meets the sinks in place of q, where a cache is streaming and has some.
     """
     groups: dict[tuple[int, float], list[_Run]] = {}
+    cache.write(layer, k, v)
     for one, rows in members_of(cache, len(q)):
-        one.write(layer, k[rows], v[rows])
         for key, run in _runs_of(one, layer, rows.start, positions[rows], q_sinks is not None):
             groups.setdefault(key, []).append(run)
     out = module_of(q).empty(q.shape, dtype=np.float32)

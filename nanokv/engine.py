@@ -215,16 +215,16 @@ class Engine:
         done = [sequence.pending == count for sequence, count in plan]  # whose last known token is computed now
         batch = Batch([(sequence.cache, count) for sequence, count in plan])
         rows = [int(end) for end, last in zip(ends, done, strict=True) if last]
-        logits = to_numpy(self.model.forward(tokens, batch, rows)) if rows else self._compute(tokens, batch)
+        finished = [sequence for (sequence, _), last in zip(plan, done, strict=True) if last]
+        found = self._compute(tokens, batch, rows, [sequence.run for sequence in finished])
         elapsed = time.perf_counter() - start
         self._count(plan, len(tokens))
         self.stats.seconds += elapsed
-        finished = [sequence for (sequence, _), last in zip(plan, done, strict=True) if last]
         for sequence, _ in plan:
             sequence.run.spend(elapsed)
         copies = self._fork_copies(finished)
         updates = []
-        for sequence, row in zip(finished, logits, strict=True):
+        for sequence, row in zip(finished, found, strict=True):
             updates += self._advance(sequence, copies.get(sequence, []), row)
         return updates
 
@@ -245,10 +245,16 @@ class Engine:
         start = sequence.cache.length
         return sequence.run.all_tokens[start : start + count]
 
-    def _compute(self, tokens: list[int], batch: Batch) -> np.ndarray:
-        """A step after which no sequence has a next token."""
-        self.model.hidden_states(tokens, batch)
-        return np.empty((0, 0))
+    def _compute(self, tokens: list[int], batch: Batch, rows: list[int], runs: list[Generation]) -> Sequence[np.ndarray | int]:
+        """The step; for each of `rows`, whose generations are `runs`, its logits [V], or the best token where that is all that
+        any of them takes."""
+        if not rows:
+            self.model.hidden_states(tokens, batch)
+            return []
+        if all(run.takes_best for run in runs):
+            best: list[int] = self.model.best(tokens, batch, rows).tolist()
+            return best
+        return list(to_numpy(self.model.forward(tokens, batch, rows)))
 
     def _count(self, plan: list[tuple[_Sequence, int]], tokens: int) -> None:
         stats, pool = self.stats, self.pool.blocks.stats()
@@ -281,14 +287,14 @@ class Engine:
             raise
         return made
 
-    def _advance(self, sequence: _Sequence, copies: list[_Sequence], logits: np.ndarray) -> list[Update]:
+    def _advance(self, sequence: _Sequence, copies: list[_Sequence], found: np.ndarray | int) -> list[Update]:
         """The next token of a sequence, and of its copies, which split off here."""
         self._running.extend(copies)
         sequence.copies = []
         updates = []
         for twin in (sequence, *copies):
             run = twin.run
-            updates.append(Update(run, run.advance(logits)))
+            updates.append(Update(run, run.advance(found)))
             run.note_cache(twin.cache)
             if run.finish_reason:
                 twin.cache.reset()

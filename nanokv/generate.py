@@ -108,12 +108,20 @@ class Generation:
         most = len(self.prompt_tokens) + self.options.max_tokens
         return most if self.cache.endless else min(most, self.model.config.num_positions)
 
-    def advance(self, logits: np.ndarray) -> str:
-        """Chooses the next token from its logits [V]; the text that may now be shown."""
-        token = self._sampler.choose(logits, self.all_tokens)
+    @property
+    def takes_best(self) -> bool:
+        """Whether it needs no logits, only which is the largest."""
+        return self.options.sampling.takes_best and not self.options.logprobs
+
+    def advance(self, logits: np.ndarray | int) -> str:
+        """Chooses the next token from its logits [V], or takes the one given; the text that may now be shown."""
+        if isinstance(logits, np.ndarray):
+            token = self._sampler.choose(logits, self.all_tokens)
+            if self.options.logprobs:
+                self.logprobs.append(top_logprobs(logits, token, self.options.logprobs))
+        else:
+            token = logits
         self.tokens.append(token)
-        if self.options.logprobs:
-            self.logprobs.append(top_logprobs(logits, token, self.options.logprobs))
         if token in self.model.eos_token_ids and not self.options.ignore_eos:
             self.finish_reason = "eos"
             return self._flush()
@@ -203,8 +211,8 @@ class Generation:
         self.text += text
         return text
 
-    def _steps(self) -> Iterator[np.ndarray]:
-        """The logits [V] for each next token until the generation ends."""
+    def _steps(self) -> Iterator[np.ndarray | int]:
+        """The logits [V] for each next token, or the best one where that is all it takes, until the generation ends."""
         model = self.model
         cached = self.cache.kind != "none"
         cache = model.new_cache(self.longest, self.cache)
@@ -214,11 +222,11 @@ class Generation:
             if not cached:
                 feed = self.all_tokens
                 cache = model.new_cache(len(feed), self.cache)
-            logits = to_numpy(model.prefill(feed, cache))
+            found = model.prefill_best(feed, cache) if self.takes_best else to_numpy(model.prefill(feed, cache))
             self.spend(time.perf_counter() - start)
             if cached:
                 self.note_cache(cache)
-            yield logits
+            yield found
             feed = self.tokens[-1:]
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanokv.backend import NUMPY, Array, Backend, asking_for
+from nanokv.backend import NUMPY, Array, Backend, asking_for, to_numpy
 from nanokv.errors import UsageError
 from nanokv.generate import Generation, Options
 from nanokv.kernels.choice import use_compiled
@@ -17,12 +17,16 @@ from nanokv.kv.spec import CacheSpec
 from nanokv.kv.tile import Batch, Cache, Visibility
 from nanokv.models.convert import pool_kv_heads
 from nanokv.models.families import Config, Params, module_for
-from nanokv.numerics import COMPILED, EXACT, FAST, Numerics
+from nanokv.numerics import COMPILED, EXACT, FAST, Numerics, compiled_kernels
 from nanokv.sampling import SamplingParams
 from nanokv.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from nanokv.models.decode_step import DecodeStep
+
 SMALLER_KV = "or use a smaller KV format (--kv-dtype)"
 PREFILL_STEP = 512  # tokens fed at once at most: bounds the memory of a prefill
+LAST = slice(-1, None)
 
 
 @dataclass(frozen=True)
@@ -97,9 +101,43 @@ class Model:
         self, tokens: Sequence[int] | np.ndarray, cache: Cache | Batch, rows: slice | Sequence[int] = slice(None)
     ) -> Array:
         """Logits of the next token after each of `tokens` [R], which continue what `cache` holds -> [len(rows), V]."""
-        module = module_for(self.params)
         with self._step(len(tokens)):
-            return module.forward(self.params, np.asarray(tokens), cache, rows=rows, numerics=self.numerics)
+            step = self._decoded(tokens, cache)
+            if step is None:
+                return self._forward(tokens, cache, rows)
+            logits = step.logits[: len(tokens)]
+            logits = logits[rows].copy() if isinstance(rows, slice) else logits[self.backend.xp.asarray(np.asarray(rows))]
+            cache.commit()
+            return logits
+
+    def best(
+        self, tokens: Sequence[int] | np.ndarray, cache: Cache | Batch, rows: slice | Sequence[int] = slice(None)
+    ) -> np.ndarray:
+        """As forward(), but of each of `rows` the id with the largest logit alone, the lowest of equals: int [len(rows)] in
+        host memory. It is chosen where the logits are, so that a card's kernels send nothing else back."""
+        if not self.kv_backend.kernels:
+            return to_numpy(self.forward(tokens, cache, rows)).argmax(axis=1)
+        with self._step(len(tokens)):
+            step = self._decoded(tokens, cache)
+            if step is not None:
+                chosen: np.ndarray = step.chosen.get()[: len(tokens)][rows]
+                cache.commit()
+                return chosen
+            count = len(range(*rows.indices(len(tokens)))) if isinstance(rows, slice) else len(rows)
+            there = self.backend.xp.empty((count,), dtype=np.int32)  # before the step, which then cannot fail half-way
+            compiled_kernels(there).argmax(self._forward(tokens, cache, rows), there)
+            return to_numpy(there)
+
+    def _forward(self, tokens: Sequence[int] | np.ndarray, cache: Cache | Batch, rows: slice | Sequence[int]) -> Array:
+        return module_for(self.params).forward(self.params, np.asarray(tokens), cache, rows=rows, numerics=self.numerics)
+
+    def _decoded(self, tokens: Sequence[int] | np.ndarray, cache: Cache | Batch) -> "DecodeStep | None":
+        """The card's fixed step that has computed these tokens, up to the commit, where there is one for them."""
+        if not self.kv_backend.kernels:
+            return None
+        from nanokv.models.decode_step import Steps
+
+        return self.params.beside(Steps).run(self.params, tokens, cache)
 
     def hidden_states(self, tokens: Sequence[int] | np.ndarray, cache: Cache | Batch) -> Array:
         """As forward(), without the head: the hidden states [R, E] of `tokens`."""
@@ -113,11 +151,19 @@ class Model:
     def prefill(self, tokens: Sequence[int], cache: ContiguousCache | PagedCache) -> Array:
         """Feeds `tokens` in steps that the cache has room for; the logits [V] after the last. What an error leaves in the
         cache are the steps before the one that failed."""
+        return self.forward(self._feed(tokens, cache), cache, LAST)[0]
+
+    def prefill_best(self, tokens: Sequence[int], cache: ContiguousCache | PagedCache) -> int:
+        """As prefill(), but the id of the largest logit alone: see best()."""
+        return int(self.best(self._feed(tokens, cache), cache, LAST)[0])
+
+    def _feed(self, tokens: Sequence[int], cache: ContiguousCache | PagedCache) -> Sequence[int]:
+        """Feeds all steps but the last; its tokens."""
         step = min(PREFILL_STEP, cache.max_step or PREFILL_STEP)
         last = max(0, len(tokens) - 1) // step * step
         for start in range(0, last, step):
             self.hidden_states(tokens[start : start + step], cache)
-        return self.forward(tokens[last:], cache, slice(-1, None))[0]
+        return tokens[last:]
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Generation:
         """Text or ids continued to the end. Options: those of Options, SamplingParams and CacheSpec (its kind as `cache`).
@@ -139,7 +185,7 @@ class Model:
         """The model, its compiled kernels ready, so that the first token's time is not the compiler's."""
         if self.numerics is COMPILED:
             for count in (1, 16):  # attention has a kernel for few rows and one for many
-                self.forward([0] * min(count, self.config.num_positions), self.new_cache(count), slice(-1, None))
+                self.best([0] * min(count, self.config.num_positions), self.new_cache(count), LAST)
         return self
 
     def with_kv_heads(self, num_kv_heads: int) -> "Model":

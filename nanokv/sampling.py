@@ -41,6 +41,11 @@ class SamplingParams:
             if not ok:
                 raise UsageError(f"{name} {value} is out of range: it must be {allowed}")
 
+    @property
+    def takes_best(self) -> bool:
+        """Whether the choice is the largest logit, whatever came before."""
+        return self.temperature == 0 and self.repetition_penalty == 1
+
 
 class Sampler:
     """Chooses the tokens of one sequence; holds nothing but its own random generator."""

@@ -179,12 +179,11 @@ class KiviCodec:
         xp = module_of(k)
         heads, dim = k.shape[1:]
         grouped = k.reshape(-1, GROUP, heads, dim)  # [G, 32, H, D]
-        low, span = grouped.min(axis=1), grouped.max(axis=1)
-        span = span - low
+        low, span = _low_and_span(grouped.min(axis=1), grouped.max(axis=1))
         keys = [_pack(_codes(grouped, low[:, None], span[:, None]).reshape(k.shape)), low, span]
         edges = range(0, dim, GROUP)
-        low = xp.stack([v[..., d : d + GROUP].min(axis=-1) for d in edges], axis=-1)  # [N, H, G]
-        span = xp.stack([v[..., d : d + GROUP].max(axis=-1) for d in edges], axis=-1) - low
+        least = xp.stack([v[..., d : d + GROUP].min(axis=-1) for d in edges], axis=-1)  # [N, H, G]
+        low, span = _low_and_span(least, xp.stack([v[..., d : d + GROUP].max(axis=-1) for d in edges], axis=-1))
         values = [_pack(_codes(v, _spread(low, dim), _spread(span, dim))), low, span]
         return [keys[0], *(a.astype(np.float32) for a in keys[1:])], [values[0], *(a.astype(np.float32) for a in values[1:])]
 
@@ -198,6 +197,12 @@ class KiviCodec:
     def _restore(self, codes: Array, low: Array, span: Array) -> Array:
         fraction = codes.astype(self.dtype) / np.dtype(self.dtype).type(15)
         return low + fraction * span
+
+
+def _low_and_span(least: Array, most: Array) -> tuple[Array, Array]:
+    """A zero is stored as +0: which sign a minimum of both has is each library's choice."""
+    low = least + 0
+    return low, most - low + 0
 
 
 def _codes(x: Array, low: Array, span: Array) -> Array:

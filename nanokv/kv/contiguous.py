@@ -150,6 +150,10 @@ class ContiguousCache:
         own = self._own.tile(layer, last) if self._own else None
         return Pages(ring.storage, one, np.array(numbers, dtype=np.int64), units, last, own)
 
+    @property
+    def storage(self) -> Storage | None:
+        return self._rings[0].storage if len(self._rings) == 1 and self._own is None else None
+
     def sources(self) -> np.ndarray | None:
         if self._sources is None:
             found = [sources_of(ring.storage) for ring in self._rings]

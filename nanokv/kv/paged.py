@@ -99,7 +99,7 @@ class PagedCache:
         self._layout: dict[tuple[int, int], list[_Place]] = {}
         self._grids: dict[tuple[tuple[int, int], tuple[int, int]], tuple[np.ndarray, np.ndarray]] = {}
         self._dropped = 0  # entries of the table that a window has let go
-        self._slots: Array | slice = slice(0, 0)  # of this step's tokens
+        self._slots: dict[int, Array | slice] = {}  # of this step's tokens by the first position, once asked for
 
     @property
     def length(self) -> int:
@@ -168,10 +168,9 @@ class PagedCache:
         self._layout, self._grids = {}, {}
         self._clear(self._length, self._written)
         self._end = self._written = self._length + count
+        self._slots = {}
         if self._own:
             self._own.extend(self._length, self._end)
-        else:
-            self._slots = pool.storage.slots(self.slot_mapping(self._length, self._end))
         return np.arange(self._length, self._end)
 
     def slot_mapping(self, start: int, stop: int) -> np.ndarray:
@@ -185,7 +184,7 @@ class PagedCache:
 
     def write(self, layer: int, k: Array, v: Array) -> None:
         if self._own is None:
-            self.pool.storage.write(layer, self._slots, k, v)
+            self.pool.storage.write(layer, self._slots_of(self._length, self._end), k, v)
             return
         self._own.write(layer, self._length, k, v)
         self._encode(layer, self._own)
@@ -193,7 +192,13 @@ class PagedCache:
     def _encode(self, layer: int, own: OwnTile) -> None:
         """The tiles that this step has made full."""
         for tile in own.filled(self._length, self._end):
-            self.pool.storage.write(layer, self.slot_mapping(tile * TILE, (tile + 1) * TILE), *own.tile(layer, tile))
+            self.pool.storage.write(layer, self._slots_of(tile * TILE, (tile + 1) * TILE), *own.tile(layer, tile))
+
+    def _slots_of(self, start: int, stop: int) -> Array | slice:
+        """The slots of positions start .. stop - 1 as the storage takes them, the same for every layer of a step."""
+        if start not in self._slots:
+            self._slots[start] = self.pool.storage.slots(self.slot_mapping(start, stop))
+        return self._slots[start]
 
     def tiles(self, layer: int, last: int) -> list[Tiles]:
         found = []
@@ -221,6 +226,10 @@ class PagedCache:
     @property
     def alike(self) -> Sequence[int]:
         return self.pool.alike
+
+    @property
+    def storage(self) -> Storage | None:
+        return None if self._own else self.pool.storage
 
     def sources(self) -> np.ndarray | None:
         return with_own_tile(sources_of(self.pool.storage)[:, None], self._own, self._length, self._end)

@@ -9,7 +9,7 @@ import numpy as np
 
 from nanokv.backend import Array, address_of
 from nanokv.kernels import layout
-from nanokv.kv.codec import codec_number as codec_number
+from nanokv.kv.codec import codec_number
 from nanokv.kv.storage import OwnTile, Storage
 from nanokv.kv.tile import TILE
 

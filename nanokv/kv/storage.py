@@ -12,7 +12,6 @@ import numpy as np
 
 from nanokv.backend import Array, Backend
 from nanokv.errors import UsageError
-from nanokv.kernels.layout import INT4
 from nanokv.kv.codec import Codec, Plane, codec_number
 from nanokv.kv.tile import TILE
 from nanokv.numerics import compiled_kernels
@@ -21,8 +20,8 @@ from nanokv.numerics import compiled_kernels
 class Storage:
     """k and v: lists of planes, each [L, U, S / tokens an entry, *entry]. The first of each holds the codes.
 
-    With a backend whose `kernels` are to read and write, the card's append kernels write float32 keys and values, in every
-    format that they have, and a plane of a type that the array library lacks holds the same bits as unsigned numbers.
+    With a backend whose `kernels` are to read and write, the card's append kernels write float32 keys and values (`appends`),
+    and a plane of a type that the array library lacks holds the same bits as unsigned numbers.
     """
 
     def __init__(
@@ -43,14 +42,18 @@ class Storage:
             for planes in self.specs
         )
         self._raw = any(plane.dtype != spec.dtype for plane, spec in zip(self.k, keys, strict=True))
-        number = codec_number(codec) if backend.kernels else None
-        self._appended = None if number == INT4 else number  # the format in which an append kernel writes; else array code does
+        self._appended = codec_number(codec) if backend.kernels else None
         if self._appended is not None:  # every slot's number, on the card: consecutive ones are a view of it
             self._every = backend.table(np.arange(num_units * unit_size, dtype=np.int32))
 
     @property
     def planes(self) -> list[Array]:
         return [*self.k, *self.v]
+
+    @property
+    def appends(self) -> bool:
+        """Whether kernels write, which find the place of each token by its slot."""
+        return self._appended is not None
 
     @property
     def nbytes(self) -> int:

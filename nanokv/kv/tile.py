@@ -19,6 +19,7 @@ from nanokv.errors import UsageError
 
 if TYPE_CHECKING:
     from nanokv.kv.pages import Pages
+    from nanokv.kv.storage import Storage
 
 TILE = 128
 
@@ -129,6 +130,12 @@ class Cache(Protocol):
         ...
 
     @property
+    def storage(self) -> "Storage | None":
+        """Where the keys and values of all layers lie, one after the other; None where that is not one memory, or where tokens
+        have to be encoded by the tile."""
+        ...
+
+    @property
     def alike(self) -> Sequence[int]:
         """For each layer the first layer whose queries see the same positions."""
         ...
@@ -159,12 +166,28 @@ class Batch:
 
     def __init__(self, members: Sequence[tuple[Cache, int]]):
         self._members = members
+        self._home: Storage | None = None  # where kernels write the keys and values of all members at once
+        self._slots: Array | slice = slice(0, 0)
 
     def extend(self, count: int) -> np.ndarray:
         expected = sum(rows for _, rows in self._members)
         if count != expected:
             raise UsageError(f"{count} tokens for a batch of {expected} rows")
-        return np.concatenate([cache.extend(rows) for cache, rows in self._members])
+        positions = np.concatenate([cache.extend(rows) for cache, rows in self._members])
+        home = self._members[0][0].storage if len(self._members) > 1 else None
+        shared = home is not None and home.appends and all(cache.storage is home for cache, _ in self._members)
+        self._home = home if shared else None
+        if self._home is not None:
+            self._slots = self._home.slots(np.concatenate([cache.step_slots(0) for cache, _ in self._members]))
+        return positions
+
+    def write(self, layer: int, k: Array, v: Array) -> None:
+        """k, v [R, Hkv, D] of all rows of this step."""
+        if self._home is not None:
+            self._home.write(layer, self._slots, k, v)
+            return
+        for cache, rows in self.members():
+            cache.write(layer, k[rows], v[rows])
 
     def position_ids(self, positions: np.ndarray) -> np.ndarray:
         return np.concatenate([cache.position_ids(positions[rows]) for cache, rows in self.members()])

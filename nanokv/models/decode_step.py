@@ -1,38 +1,44 @@
 """One decoded token for each of B sequences as launches over fixed memory: what a CUDA graph can hold.
 
-    step = DecodeStep(params, pool, batch, most_tokens)
-    step.prepare(caches, tokens)     # the host's part: blocks, tables; one copy to the card
-    step.run()                       # launches only: nothing is allocated, copied or waited for
-    step.finish()                    # the caches hold the tokens; step.logits [B, V], step.chosen [B] are on the card
+    step = params.beside(Steps).run(params, tokens, cache)   # None where only forward() can serve
+    step.logits, step.chosen                                 # [B, V] and [B], on the card, until the next run
+    cache.commit()
 
-run() reads all that changes from step to step (tokens, positions, block tables) from the card's memory, so a graph that was
-captured once serves every step of up to `most_tokens` tokens a sequence: capture() makes run() launch it. The bits are those
-of forward(). Sequences share one pool, whose layers see alike, in a KV format without a tile apart; matrices are packed
-(arrays.CardMemory).
+A run makes blocks and tables on the host, sends them in one copy, and launches: kernel by kernel, from the second time on as
+one graph.
 
-Symbols: B sequences, E width, Hq query heads, H key-value heads, D head width, N tiles of the list, T = 128 keys a tile.
+What changes from step to step (tokens, positions, block tables) the launches read from the card's memory, so a graph that was
+captured once serves every step of up to B sequences and so many tiles each. The launches are those that the model describes
+for the processor too (write_layers), and the bits are forward()'s. Rows that no sequence has are computed and looked at by
+nobody.
+
+Symbols: B sequences, D head width, N tiles of the list, T = 128 keys a tile.
 """
 
+import logging
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from nanokv.backend import Array, Backend, address_of
+from nanokv.backend import Array, module_of
 from nanokv.errors import CapacityError, UsageError
 from nanokv.kernels import layout
-from nanokv.kernels.cuda import launches
 from nanokv.kernels.cuda.card import Card
-from nanokv.kernels.cuda.launches import TILE, Tables
-from nanokv.kv.paged import PagedCache, PagedPool
-from nanokv.kv.pages import codec_number
-from nanokv.models import gpt2, llama
-from nanokv.models.config import GPT2Config
-from nanokv.models.gpt2 import GPT2Params
-from nanokv.models.llama import LlamaParams
-from nanokv.models.llama_config import LlamaConfig
+from nanokv.kernels.cuda.launches import WIDEST_HEAD, Tables
+from nanokv.kernels.cuda.recording import Program, Stored
+from nanokv.kv.codec import codec_number
+from nanokv.kv.pages import sources_of
+from nanokv.kv.storage import Storage
+from nanokv.kv.tile import TILE, Batch, Cache, Visibility, members_of
+from nanokv.models.families import Params, module_for
+from nanokv.models.llama import LlamaParams, check_visibility
+from nanokv.models.recorded import Room, Told
+from nanokv.models.tokens import check_positions, check_tokens
 
+LEAST_TILES = 8
 F, I = np.float32, np.int32  # noqa: E741
 
 
@@ -55,185 +61,153 @@ class _Sent:
         self._there.set(self._host)
 
 
+def obstacle(cache: Cache) -> str | None:
+    """Why no fixed step can work on a sequence, if none can."""
+    if cache.storage is None:
+        return "keys and values that lie in one memory, encoded token by token"
+    if len(set(cache.alike)) > 1 or cache.visibility(0).streaming:
+        return "layers that all see alike and count absolute positions"
+    return None
+
+
+def tiles_seen(visibility: Visibility, tokens: int) -> int:
+    """Tiles that the queries of a sequence of `tokens` tokens fold, at most."""
+    tiles = -(-tokens // TILE)
+    if visibility.window is None:
+        return tiles
+    return min(tiles, -(-visibility.sinks // TILE) + (visibility.window + TILE - 2) // TILE + 1)
+
+
 class DecodeStep:
-    """See the module. UsageError for a pool that it cannot work with."""
+    """For at most `batch` sequences of at most `most_tokens` tokens (whatever their number, where a window bounds what is seen)
+    that lie where `cache` does. See the module; UsageError where there is an obstacle()."""
 
-    def __init__(self, params: GPT2Params | LlamaParams, pool: PagedPool, batch: int, most_tokens: int, backend: Backend):
-        if pool.codec.own_tile:
-            raise UsageError(f"KV format {pool.codec.name} keeps a tile apart in full precision: a fixed step cannot read it")
-        if len(set(pool.visibility)) > 1 or pool.visibility[0].streaming:
-            raise UsageError("a fixed step needs layers that all see alike and count absolute positions")
-        config, xp = params.config, backend.xp
-        if isinstance(config, GPT2Config) and config.activation != "gelu_new":
-            raise UsageError(f"activation {config.activation} has no kernel: a fixed step needs gelu_new or SwiGLU")
-        self._params, self._pool, self._card, self._xp = params, pool, Card(xp), xp
-        self._codec, self._fixed = codec_number(pool.codec), float(getattr(pool.codec, "scale", None) or 1.0)
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        count, each = batch * -(-most_tokens // TILE), TILE // pool.block_size
-        self._each_tiles = count // batch
-        half = (batch, dim // 2)
-        row = ((batch,), I)
+    def __init__(self, params: Params, cache: Cache, batch: int, most_tokens: int):
+        storage, needed = cache.storage, obstacle(cache)
+        if storage is None or needed:
+            raise UsageError(f"a fixed step needs {needed}")
+        config, family, xp = params.config, module_for(params), module_of(storage.k[0])
+        self._xp, self._visibility, self._positions = xp, cache.visibility(0), config.num_positions
+        self.batch, self.tiles = batch, tiles_seen(self._visibility, most_tokens)
+        self._rope = getattr(config, "rope", None)
+        count, row, half = batch * self.tiles, ((batch,), I), ((batch, config.head_dim // 2), F)
         self._sent = _Sent(
-            xp, tokens=row, positions=row, slots=row, run_of=row, runs=((batch, layout.RUN_COLUMNS), np.int64), cos=(half, F),
-            sin=(half, F), tiles=((count, 5), I), units=((count, each), I), owner=((count,), I),
+            xp, tokens=row, positions=row, slots=row, run_of=row, runs=((batch, layout.RUN_COLUMNS), np.int64), cos=half,
+            sin=half, tiles=((count, 5), I), units=((count, TILE // storage.unit_size), I), owner=((count,), I),
         )  # fmt: skip
-        self._sent.host["run_of"][:] = np.arange(batch)
-        planes = pool.storage.k, pool.storage.v
-        sources = np.zeros((config.num_layers, 1, 7), np.int64)
-        for layer in range(config.num_layers):
-            sources[layer, 0, 0] = self._codec
-            for column, those in zip((1, 4), planes, strict=True):
-                for i, plane in enumerate(those):
-                    sources[layer, 0, column + i] = address_of(plane) + layer * plane.strides[0]
-        there, nothing = self._sent.there, xp.zeros((0, 2), dtype=I)
-        sent_sources = xp.asarray(sources)
-        self._tables = [
+        there = self._sent.there
+        stored = Stored(codec_number(storage.codec), storage.fixed, storage.k, storage.v)
+        sources, nothing = xp.asarray(sources_of(storage)[:, None]), xp.empty((0, 2), dtype=I)
+        tables = [
             Tables(
-                there["positions"], there["runs"], there["tiles"], sent_sources[layer], there["units"], there["owner"],
-                there["run_of"], nothing, pool.block_size, 1,
+                there["positions"], there["runs"], there["tiles"], each, there["units"], there["owner"], there["run_of"],
+                nothing, storage.unit_size, 1,
             )
-            for layer in range(config.num_layers)
+            for each in map(sources.__getitem__, range(config.num_layers))
         ]  # fmt: skip
-
-        def room(*shape: int) -> Array:
-            return xp.zeros(shape, dtype=F)
-
-        matrices = [each for block in params.blocks for each in vars(block).values() if getattr(each, "ndim", 0) == 2]
-        shapes = [launches.sums_shape(batch, matrix) for matrix in (*matrices, params.head)]
-        self._sums = room(max(int(np.prod(shape)) for shape in shapes))
-        widest = max(matrix.shape[0] for matrix in matrices)
-        self._x, self._h, self._y = (room(batch, config.width) for _ in range(3))
-        self._qkv = room(batch, heads + 2 * kv_heads, dim)
-        self._q, self._k, self._mixed = room(batch, heads, dim), room(batch, kv_heads, dim), room(batch, heads, dim)
-        self._wide, self._inner = room(batch, widest), room(batch, widest)
-        self._partial = room(count, 1, heads), room(count, 1, heads), room(count, 1, heads, dim)
-        self.logits, self.chosen = room(batch, config.vocab_size), xp.zeros((batch,), dtype=I)
-        self._caches: Sequence[PagedCache] = ()
+        program, turns = Program(Card(xp), xp, batch, stored, tables), (there["cos"], there["sin"])
+        told = Told(there["tokens"], there["positions"], [there["slots"]] * config.num_layers, *turns, *turns)
+        room = Room(batch, family.sizes(config), told, xp)
+        program.leave_out(family.write_layers(params, program, room))
+        self.logits, self.chosen = xp.empty((batch, config.vocab_size), dtype=F), xp.empty((batch,), dtype=I)
+        family.write_norm(params, program, room.x, room.h)
+        program.linear(room.h, params.head, None, self.logits)
+        program.argmax(self.logits, self.chosen)
+        self._program, self.runs = program, 0
         self._graph: Any = None
 
-    def prepare(self, caches: Sequence[PagedCache], tokens: Sequence[int]) -> None:
+    def run(self, caches: Sequence[Cache], tokens: Sequence[int]) -> None:
+        """prepare() and launch(); what the caches then hold counts when they are committed."""
+        self.prepare(caches, tokens)
+        self.launch()
+
+    def prepare(self, caches: Sequence[Cache], tokens: Sequence[int]) -> None:
         """Room for one token in each cache, and all that the kernels look up, sent in one copy. CapacityError, before
-        anything is changed, for a cache that is at `most_tokens`."""
-        if max(cache.length for cache in caches) >= self._each_tiles * TILE:
-            raise CapacityError(f"this step was made for {self._each_tiles * TILE} tokens a sequence: make a longer one")
-        host, visibility, at = self._sent.host, self._pool.visibility[0], 0
-        host["owner"][:] = -1
+        anything is changed, for too many sequences, one that sees too many tiles, and past the model's positions."""
+        lengths = [cache.length for cache in caches]
+        check_positions(np.array(lengths), self._positions)
+        if len(caches) > self.batch or tiles_seen(self._visibility, max(lengths) + 1) > self.tiles:
+            raise CapacityError(f"this step was made for {self.batch} sequences of {self.tiles} tiles: make a larger one")
+        host, seen, at = self._sent.host, self._visibility, 0
+        for name, nothing in (("tokens", 0), ("positions", 0), ("slots", -1), ("run_of", -1), ("owner", -1)):
+            host[name][:] = nothing
         for b, (cache, token) in enumerate(zip(caches, tokens, strict=True)):
             position = int(cache.extend(1)[0])
             pages = cache.pages(0, position // TILE)
             stop = at + len(pages.numbers)
-            host["tokens"][b], host["positions"][b] = token, position
-            host["slots"][b] = cache.slot_mapping(position, position + 1)[0]
-            host["runs"][b] = b, b + 1, at, stop, visibility.window or 0, visibility.sinks
+            host["tokens"][b], host["positions"][b], host["run_of"][b] = token, position, b
+            host["slots"][b] = cache.step_slots(0)[0]
+            host["runs"][b] = b, b + 1, at, stop, seen.window or 0, seen.sinks
             host["tiles"][at:stop] = 0
             host["tiles"][at:stop, 0], host["tiles"][at:stop, 4] = pages.numbers, np.iinfo(I).max
             host["units"][at:stop], host["owner"][at:stop], at = pages.units, b, stop
-        rope = getattr(self._params.config, "rope", None)
-        if rope is not None:
-            turn = rope.tables(host["positions"].astype(np.int64), like=host["cos"])
+        if self._rope is not None:
+            turn = self._rope.tables(host["positions"].astype(np.int64), like=host["cos"])
             host["cos"][:], host["sin"][:] = (each[:, 0] for each in turn)
-        self._caches = caches
         self._sent.send()
 
-    def finish(self) -> None:
-        """The caches hold the step's tokens."""
-        for cache in self._caches:
-            cache.commit()
-
-    def run(self) -> None:
-        """The step, by the graph where one was captured."""
+    def launch(self) -> None:
+        """The launches, by the graph where one was captured."""
         if self._graph is None:
-            self._launch()
+            self._program.run()
         else:
             self._graph.launch()
-
-    def capture(self) -> None:
-        """From now on run() launches one graph. Kernels must have been loaded: run() once before, after a prepare()."""
-        stream = self._xp.cuda.Stream(non_blocking=True)
-        with stream:
-            stream.begin_capture()
-            self._launch()
-            self._graph = stream.end_capture()
-
-    def _linear(self, x: Array, matrix: Any, bias: Array | None, out: Array) -> None:
-        launches.linear(self._card, x, matrix, bias, out, self._sums)
-
-    def _launch(self) -> None:
-        params, there, card = self._params, self._sent.there, self._card
-        launches.embed_rows(card, there["tokens"], self._table, self._x)
-        if isinstance(params, GPT2Params):
-            launches.embed(card, there["positions"], params.wpe, there["positions"], None, self._y)
-            launches.add(card, self._x, self._y)
-            for layer, block in enumerate(params.blocks):
-                self._gpt2_layer(layer, block, params.config)
-            eps = params.config.layer_norm_epsilon
-            launches.layer_norm(card, self._x, params.ln_f_weight, params.ln_f_bias, eps, self._h)
-        else:
-            for layer, each in enumerate(params.blocks):
-                self._llama_layer(layer, each, params.config)
-            launches.rms_norm(card, self._x, params.norm, params.config.norm_epsilon, self._h)
-        self._linear(self._h, params.head, None, self.logits)
-        launches.argmax(card, self.logits, self.chosen)
+        self.runs += 1
 
     @property
-    def _table(self) -> Any:
-        """The embedding's matrix [V, E]."""
-        return self._params.wte if isinstance(self._params, GPT2Params) else self._params.embedding
+    def captured(self) -> bool:
+        return self._graph is not None
 
-    def _attend(self, layer: int, q: Array, k: Array, scale: float, q_stride: int | None, k_stride: int | None) -> None:
-        """The step's keys and values into their slots, then every query over its tiles -> self._mixed."""
-        storage, card, slots = self._pool.storage, self._card, self._sent.there["slots"]
-        wide = self._qkv.shape[1] * self._qkv.shape[2]
-        v = self._qkv[:, -self._k.shape[1] :]
-        for x, planes, stride in ((k, storage.k, k_stride), (v, storage.v, wide)):
-            scales = planes[1][layer] if len(planes) > 1 else None
-            launches.append(card, x, slots, self._codec, planes[0][layer], scales, self._fixed, stride)
-        kv_heads = self._k.shape[1]
-        launches.attend(card, q, q, self._tables[layer], kv_heads, self._fixed, scale, self._mixed, self._partial, q_stride)
+    def capture(self) -> None:
+        """From now on launch() launches one graph. Kernels must have been loaded: launch() once before."""
+        with self._xp.cuda.Stream(non_blocking=True) as stream:
+            stream.begin_capture()
+            try:
+                self._program.run()
+            finally:  # whatever happens, the stream must not stay in the middle of a capture
+                graph = stream.end_capture()
+        self._graph = graph
 
-    def _gpt2_layer(self, layer: int, block: gpt2.Block, config: GPT2Config) -> None:
-        card = self._card
-        eps, batch, heads = config.layer_norm_epsilon, len(self._x), config.num_heads
-        launches.layer_norm(card, self._x, block.ln_1_weight, block.ln_1_bias, eps, self._h)
-        flat = self._qkv.reshape(batch, -1)
-        self._linear(self._h, block.qkv_weight, block.qkv_bias, flat)
-        q, k = self._qkv[:, :heads], self._qkv[:, heads : heads + config.num_kv_heads]
-        scale = config.attention_scale(layer)
-        self._attend(layer, q, k, config.head_dim**-0.5 if scale is None else scale, flat.shape[1], flat.shape[1])
-        self._linear(self._mixed.reshape(batch, -1), block.proj_weight, block.proj_bias, self._y)
-        launches.add(card, self._x, self._y)
-        launches.layer_norm(card, self._x, block.ln_2_weight, block.ln_2_bias, eps, self._h)
-        wide, inner = (
-            each.reshape(-1)[: batch * block.fc_weight.shape[0]].reshape(batch, -1) for each in (self._wide, self._inner)
-        )
-        self._linear(self._h, block.fc_weight, block.fc_bias, wide)
-        launches.gelu_new(card, wide, inner)
-        self._linear(inner, block.out_weight, block.out_bias, self._y)
-        launches.add(card, self._x, self._y)
 
-    def _llama_layer(self, layer: int, block: llama.Block, config: LlamaConfig) -> None:
-        card, there = self._card, self._sent.there
-        eps, batch, heads = config.norm_epsilon, len(self._x), config.num_heads
-        launches.rms_norm(card, self._x, block.attention_norm, eps, self._h)
-        flat = self._qkv.reshape(batch, -1)
-        self._linear(self._h, block.qkv_weight, block.qkv_bias, flat)
-        q, k, stride = self._qkv[:, :heads], self._qkv[:, heads : heads + config.num_kv_heads], flat.shape[1]
-        if block.q_norm is not None:
-            inner = self._inner.reshape(-1)
-            normed = inner[: q.size].reshape(q.shape), inner[q.size : q.size + k.size].reshape(k.shape)
-            launches.rms_norm(card, q, block.q_norm, eps, normed[0], stride)
-            launches.rms_norm(card, k, block.k_norm, eps, normed[1], stride)
-            (q, k), stride = normed, 0
-        launches.rotate(card, q, there["cos"], there["sin"], config.rope.adjacent, self._q, stride or None)
-        launches.rotate(card, k, there["cos"], there["sin"], config.rope.adjacent, self._k, stride or None)
-        self._attend(layer, self._q, self._k, config.head_dim**-0.5, None, None)
-        self._linear(self._mixed.reshape(batch, -1), block.output_weight, block.output_bias, self._y)
-        launches.add(card, self._x, self._y)
-        launches.rms_norm(card, self._x, block.mlp_norm, eps, self._h)
-        count = batch * block.gate_up_weight.shape[0]
-        wide = self._wide.reshape(-1)[:count].reshape(batch, -1)
-        inner = self._inner.reshape(-1)[: count // 2].reshape(batch, -1)
-        self._linear(self._h, block.gate_up_weight, block.gate_up_bias, wide)
-        launches.swiglu(card, wide, inner)
-        self._linear(inner, block.down_weight, block.down_bias, self._y)
-        launches.add(card, self._x, self._y)
+class Steps:
+    """A model's fixed steps: of each memory that sequences lie in one for each size of a batch, sizes being powers of two. They
+    go with that memory."""
+
+    def __init__(self) -> None:
+        self._made: WeakKeyDictionary[Storage, dict[int, DecodeStep]] = WeakKeyDictionary()
+        self._graphs = True
+
+    def run(self, params: Params, tokens: Sequence[int] | np.ndarray, cache: Cache | Batch) -> DecodeStep | None:
+        """The step that has computed these tokens, one for each sequence, as forward() up to the commit. None, with nothing
+        done, where it cannot: more tokens of one sequence, caches apart, layers that see differently, a tile kept apart."""
+        members = list(members_of(cache, len(tokens)))
+        found, storage = [one for one, _ in members], members[0][0].storage
+        if any(rows.stop - rows.start != 1 or one.storage is not storage or obstacle(one) for one, rows in members):
+            return None
+        if storage is None or params.config.head_dim > WIDEST_HEAD:
+            return None
+        ids = check_tokens(np.asarray(tokens), params.config.vocab_size).tolist()
+        if isinstance(params, LlamaParams):
+            check_visibility(params.config, cache, len(ids))
+        step = self._find(params, storage, found)
+        if self._graphs and step.runs and not step.captured:
+            self._capture(step)
+        step.run(found, ids)
+        return step
+
+    def _find(self, params: Params, storage: Storage, caches: Sequence[Cache]) -> DecodeStep:
+        batch, longest = 1 << (len(caches) - 1).bit_length(), max(cache.length for cache in caches) + 1
+        made = self._made.setdefault(storage, {})
+        step, needed = made.get(batch), tiles_seen(caches[0].visibility(0), longest)
+        if step is None or step.tiles < needed:
+            tiles = max(LEAST_TILES, 1 << (needed - 1).bit_length())
+            step = made[batch] = DecodeStep(params, caches[0], batch, tiles * TILE)
+        return step
+
+    def _capture(self, step: DecodeStep) -> None:
+        try:
+            step.capture()
+        except Exception as error:  # CuPy promises no type; the launches themselves do the same work
+            self._graphs = False
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            logging.getLogger("nanokv").warning("no CUDA graph (%s): a decoded token is launched kernel by kernel", reason)

@@ -6,17 +6,21 @@ V vocabulary. Every matrix is stored [out, in].
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanokv.attention import cached_attention
-from nanokv.backend import Array, Backend, address_of, module_of
-from nanokv.errors import CapacityError
+from nanokv.backend import Array, Backend, module_of
 from nanokv.kv.tile import Batch, Cache
 from nanokv.models.config import GPT2Config
-from nanokv.models.recorded import Recordable, Recorded, RecordedHead, Room, can_record
-from nanokv.models.tokens import check_tokens
+from nanokv.models.recorded import Recordable, Recorded, RecordedHead, Room, Sizes, can_record
+from nanokv.models.tokens import check_positions, check_tokens
 from nanokv.numerics import COMPILED, EXACT, Numerics, activate, layer_norm, linear
+
+if TYPE_CHECKING:
+    from nanokv.kernels.recording import Program
 
 Matrix = Array
 Vector = Array
@@ -107,8 +111,7 @@ def _layers(params: GPT2Params, tokens: np.ndarray, cache: Cache | Batch, numeri
     tokens = check_tokens(tokens, config.vocab_size)
     positions = cache.extend(len(tokens))
     learned = cache.position_ids(positions)
-    if learned.max() >= config.num_positions:  # a GPU would wrap or clamp the index in silence
-        raise CapacityError(f"position {learned.max()} is past the model's {config.num_positions} positions (0 is the first)")
+    check_positions(learned, config.num_positions)  # a GPU would wrap or clamp the index in silence
     if numerics is COMPILED and can_record(params.wte):
         found = params.recorded(len(tokens), _record).run(tokens, learned, positions, cache)
         if found is not None:
@@ -145,34 +148,50 @@ def fast_bound(params: GPT2Params, x: Array) -> Array:
     return 2 * (2 * config.num_layers + 1) * gamma * size
 
 
-def _record(params: GPT2Params, rows: int) -> Recorded:
-    """All layers, for at most `rows` rows."""
-    from nanokv.kernels.recording import Program
+def sizes(config: GPT2Config) -> Sizes:
+    """What a room for this model is made for."""
+    shape = config.num_heads, config.num_kv_heads, config.head_dim
+    return Sizes(config.num_layers, config.width, *shape, config.inner, turned=False)
 
-    config, program = params.config, Program()
+
+def write_layers(params: GPT2Params, program: "Program", room: Room) -> list[int]:
+    """All layers, from ids to hidden states, in operations of a program. The list is of those that only a cache of sinks needs
+    (llama.write_layers): none."""
+    config, told = params.config, room.told
     eps, heads, kv_heads, dim = config.layer_norm_epsilon, config.num_heads, config.num_kv_heads, config.head_dim
-    room = Room(rows, config.num_layers, config.width, heads, kv_heads, dim, config.inner, turned=False)
     shape, stride = (kv_heads, heads // kv_heads, dim), (heads + 2 * kv_heads) * dim
-    q, k, v = (address_of(room.qkv) + first * dim * 4 for first in (0, heads, heads + kv_heads))
-    program.embed(room.tokens, params.wte, params.wpe, room.positions, room.x)
+    q, k, v = room.parts
+    program.embed(told.tokens, params.wte, params.wpe, told.positions, room.x)
     for layer, block in enumerate(params.blocks):
         scale = config.attention_scale(layer)
         program.layer_norm(room.x, block.ln_1_weight, block.ln_1_bias, eps, room.h)
         program.linear(room.h, block.qkv_weight, block.qkv_bias, room.qkv)
-        program.append(k, kv_heads, dim, room.slots[layer], layer, values=False, stride=stride)
-        program.append(v, kv_heads, dim, room.slots[layer], layer, values=True, stride=stride)
+        program.append(k, kv_heads, dim, told.slots[layer], layer, values=False, stride=stride)
+        program.append(v, kv_heads, dim, told.slots[layer], layer, values=True, stride=stride)
         program.attend(q, q, shape, layer, layer, dim**-0.5 if scale is None else scale, room.mixed, (stride, stride))
         program.linear(room.mixed, block.proj_weight, block.proj_bias, room.x, adds=True)
         program.layer_norm(room.x, block.ln_2_weight, block.ln_2_bias, eps, room.h)
         program.linear(room.h, block.fc_weight, block.fc_bias, room.wide)
         program.gelu(room.wide, room.inner, config.inner, by_erf=config.activation == "gelu")
         program.linear(room.inner, block.out_weight, block.out_bias, room.x, adds=True)
-    return Recorded(room, program, ())
+    return []
+
+
+def write_norm(params: GPT2Params, program: "Program", x: Array, out: Array) -> None:
+    """The norm before the head."""
+    program.layer_norm(x, params.ln_f_weight, params.ln_f_bias, params.config.layer_norm_epsilon, out)
+
+
+def _record(params: GPT2Params, rows: int) -> Recorded:
+    """All layers, for at most `rows` rows."""
+    from nanokv.kernels.recording import Program
+
+    program, room = Program(), Room.on_host(rows, sizes(params.config))
+    return Recorded(room, program, write_layers(params, program, room))
 
 
 def _record_head(params: GPT2Params, rows: int) -> RecordedHead:
-    norm, eps = (params.ln_f_weight, params.ln_f_bias), params.config.layer_norm_epsilon
-    return RecordedHead(rows, params.head, lambda program, x, out: program.layer_norm(x, *norm, eps, out))
+    return RecordedHead(rows, params.head, partial(write_norm, params))
 
 
 def _attention(

@@ -12,18 +12,23 @@ V vocabulary. Every matrix is stored [out, in].
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanokv.attention import cached_attention
-from nanokv.backend import Array, Backend, address_of, module_of
-from nanokv.errors import CapacityError, UsageError
+from nanokv.backend import Array, Backend, module_of
+from nanokv.errors import UsageError
 from nanokv.kv.tile import Batch, Cache, members_of
 from nanokv.models.llama_config import LlamaConfig
-from nanokv.models.recorded import Recordable, Recorded, RecordedHead, Room, can_record
-from nanokv.models.tokens import check_tokens
+from nanokv.models.recorded import Recordable, Recorded, RecordedHead, Room, Sizes, can_record
+from nanokv.models.tokens import check_positions, check_tokens
 from nanokv.numerics import COMPILED, EXACT, Numerics, linear, rms_norm, swiglu
 from nanokv.rope import rotate
+
+if TYPE_CHECKING:
+    from nanokv.kernels.recording import Program
 
 Matrix = Array
 Vector = Array
@@ -122,8 +127,7 @@ def _layers(params: LlamaParams, tokens: np.ndarray, cache: Cache | Batch, numer
     check_visibility(config, cache, len(tokens))
     positions = cache.extend(len(tokens))
     inside = cache.position_ids(positions)
-    if inside.max() >= config.num_positions:
-        raise CapacityError(f"position {inside.max()} is past the model's {config.num_positions} positions (0 is the first)")
+    check_positions(inside, config.num_positions)
     turn = config.rope.tables(positions, like=params.norm)
     turn_sinks = config.rope.tables(inside, like=params.norm) if _has_sinks(cache, len(tokens)) else None
     if numerics is COMPILED and can_record(params.embedding):
@@ -178,43 +182,58 @@ def _has_sinks(cache: Cache | Batch, rows: int) -> bool:
     return any(each.streaming and each.sinks for each in seen)
 
 
-def _record(params: LlamaParams, rows: int) -> Recorded:
-    """All layers, for at most `rows` rows."""
-    from nanokv.kernels.recording import Program
+def sizes(config: LlamaConfig) -> Sizes:
+    """What a room for this model is made for."""
+    shape = config.num_heads, config.num_kv_heads, config.head_dim
+    return Sizes(config.num_layers, config.width, *shape, 2 * config.inner, turned=True)
 
-    config, program = params.config, Program()
+
+def write_layers(params: LlamaParams, program: "Program", room: Room) -> list[int]:
+    """All layers, from ids to hidden states, in operations of a program; the places of those that turn queries for sinks apart,
+    which only a streaming cache needs."""
+    config, told = params.config, room.told
     eps, heads, kv_heads, dim = config.norm_epsilon, config.num_heads, config.num_kv_heads, config.head_dim
-    room = Room(rows, config.num_layers, config.width, heads, kv_heads, dim, 2 * config.inner, turned=True)
     shape, stride, scale = (kv_heads, heads // kv_heads, dim), (heads + 2 * kv_heads) * dim, config.head_dim**-0.5
-    twice = []
-    program.embed(room.tokens, params.embedding, None, room.positions, room.x)
+    adjacent, twice = config.rope.adjacent, []
+    program.embed(told.tokens, params.embedding, None, told.positions, room.x)
     for layer, block in enumerate(params.blocks):
         program.rms_norm(room.x, block.attention_norm, eps, room.h)
         program.linear(room.h, block.qkv_weight, block.qkv_bias, room.qkv)
-        q, k, v = (address_of(room.qkv) + first * dim * 4 for first in (0, heads, heads + kv_heads))
+        q, k, v = room.parts
         gap: int | None = stride
         if block.q_norm is not None and block.k_norm is not None:
-            program.rms_norm(q, block.q_norm, eps, room.q, heads, stride)
-            program.rms_norm(k, block.k_norm, eps, room.k, kv_heads, stride)
-            q, k, gap = address_of(room.q), address_of(room.k), None
-        adjacent = config.rope.adjacent
-        twice.append(program.rotate(q, heads, dim, room.sinks_cos, room.sinks_sin, adjacent, room.q_sinks, gap))
-        program.rotate(q, heads, dim, room.cos, room.sin, adjacent, room.q, gap)
-        program.rotate(k, kv_heads, dim, room.cos, room.sin, adjacent, room.k, gap)
-        program.append(room.k, kv_heads, dim, room.slots[layer], layer, values=False)
-        program.append(v, kv_heads, dim, room.slots[layer], layer, values=True, stride=stride)
+            program.rms_norm(q, block.q_norm, eps, room.mixed, heads, stride)
+            program.rms_norm(k, block.k_norm, eps, room.normed_k, kv_heads, stride)
+            q, k, gap = room.mixed, room.normed_k, None
+        twice.append(program.rotate(q, heads, dim, told.sinks_cos, told.sinks_sin, adjacent, room.q_sinks, gap))
+        program.rotate(q, heads, dim, told.cos, told.sin, adjacent, room.q, gap)
+        program.rotate(k, kv_heads, dim, told.cos, told.sin, adjacent, room.k, gap)
+        program.append(room.k, kv_heads, dim, told.slots[layer], layer, values=False)
+        program.append(v, kv_heads, dim, told.slots[layer], layer, values=True, stride=stride)
         program.attend(room.q, room.q_sinks, shape, layer, layer, scale, room.mixed)
         program.linear(room.mixed, block.output_weight, block.output_bias, room.x, adds=True)
         program.rms_norm(room.x, block.mlp_norm, eps, room.h)
         program.linear(room.h, block.gate_up_weight, block.gate_up_bias, room.wide)
         program.swiglu(room.wide, room.inner, config.inner)
         program.linear(room.inner, block.down_weight, block.down_bias, room.x, adds=True)
-    return Recorded(room, program, tuple(twice))
+    return twice
+
+
+def write_norm(params: LlamaParams, program: "Program", x: Array, out: Array) -> None:
+    """The norm before the head."""
+    program.rms_norm(x, params.norm, params.config.norm_epsilon, out)
+
+
+def _record(params: LlamaParams, rows: int) -> Recorded:
+    """All layers, for at most `rows` rows."""
+    from nanokv.kernels.recording import Program
+
+    program, room = Program(), Room.on_host(rows, sizes(params.config))
+    return Recorded(room, program, write_layers(params, program, room))
 
 
 def _record_head(params: LlamaParams, rows: int) -> RecordedHead:
-    eps = params.config.norm_epsilon
-    return RecordedHead(rows, params.head, lambda program, x, out: program.rms_norm(x, params.norm, eps, out))
+    return RecordedHead(rows, params.head, partial(write_norm, params))
 
 
 def _attention(

@@ -1,18 +1,21 @@
 """All layers of a model as one program of compiled kernels (nanokv/kernels/program.py), recorded once and run for every step.
 
 A model says what it is made of by a function (params, program, room) that writes its operations; the room is memory for the
-rows of a step, used again by every layer and every step. The bits are those of the same operations called one by one.
+rows of a step, used again by every layer and every step. The bits are those of the same operations called one by one. The
+same function writes the launches of a card (decode_step.py): program and room are then the card's.
 
 Symbols: R rows, E width, Hq query heads, H key-value heads, D head width, I inner width, V vocabulary, L layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from nanokv.backend import Array, address_of
 from nanokv.compiled_attention import step_tables
 from nanokv.kernels import layout
 from nanokv.kernels.matrix import Matrix
@@ -25,28 +28,70 @@ LEAST_ROWS = 16
 F, I = np.float32, np.int64  # noqa: E741
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What a model's rooms are made for. `widest`: numbers a row between the two products of an MLP; `turned`: whether queries
+    and keys are rotated."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    dim: int
+    widest: int
+    turned: bool
+
+
+@dataclass(frozen=True)
+class Told:
+    """What changes from step to step: ids and positions [R], `slots[layer]` [R] of the layer's storage, and cos and sin
+    [R, D / 2] of rotations, and of those that meet the sinks."""
+
+    tokens: Array
+    positions: Array
+    slots: Any  # an array for each layer
+    cos: Array
+    sin: Array
+    sinks_cos: Array
+    sinks_sin: Array
+
+
 class Room:
-    """Memory for at most `rows` rows."""
+    """Memory for at most `rows` rows, of the array library `xp`."""
 
-    def __init__(self, rows: int, layers: int, width: int, heads: int, kv_heads: int, dim: int, widest: int, turned: bool):
-        def floats(*shape: int) -> np.ndarray:
-            return np.empty((rows, *shape), F)
+    def __init__(self, rows: int, sizes: Sizes, told: Told, xp: ModuleType = np):
+        def floats(*shape: int) -> Array:
+            return xp.empty((rows, *shape), dtype=F)
 
-        self.rows = rows
-        self.tokens, self.positions, self.slots = np.zeros(rows, I), np.zeros(rows, I), np.zeros((layers, rows), I)
-        self.x, self.h = floats(width), floats(width)
+        heads, kv_heads, dim = sizes.heads, sizes.kv_heads, sizes.dim
+        self.rows, self.told, self._on_host = rows, told, xp is np
+        self.x, self.h = floats(sizes.width), floats(sizes.width)
         self.qkv, self.mixed = floats(heads + 2 * kv_heads, dim), floats(heads, dim)
-        self.wide, self.inner = floats(widest), floats(widest)
-        angles = dim // 2 if turned else 0
-        self.cos, self.sin, self.sinks_cos, self.sinks_sin = (floats(angles) for _ in range(4))
-        self.q, self.q_sinks, self.k = (floats(each if turned else 0, dim) for each in (heads, heads, kv_heads))
+        self.wide, self.inner = floats(sizes.widest), floats(sizes.widest)
+        self.q, self.q_sinks, self.k, self.normed_k = (
+            floats(each if sizes.turned else 0, dim) for each in (heads, heads, kv_heads, kv_heads)
+        )
+        parts = heads, heads + kv_heads
+        self.parts = self._part(0, parts[0]), self._part(*parts), self._part(parts[1], None)  # queries, keys, values of qkv
+
+    @classmethod
+    def on_host(cls, rows: int, sizes: Sizes) -> "Room":
+        """Host memory, in which what a step is told is written before each run."""
+        angles = sizes.dim // 2 if sizes.turned else 0
+        turns = (np.empty((rows, angles), F) for _ in range(4))
+        return cls(rows, sizes, Told(np.zeros(rows, I), np.zeros(rows, I), np.zeros((sizes.layers, rows), I), *turns))
+
+    def _part(self, first: int, stop: int | None) -> Any:
+        """Some heads of `qkv`, as a program takes what has gaps: on the host by its address, else as a view."""
+        view = self.qkv[:, first:stop]
+        return address_of(view) if self._on_host else view
 
 
 class Recorded:
     """A model's programs for at most `room.rows` rows: its layers, and the norm and the head."""
 
-    def __init__(self, room: Room, layers: "Program", twice: tuple[int, ...]):
-        self.room, self.rows, self._layers, self._twice = room, room.rows, layers.ready(), twice
+    def __init__(self, room: Room, layers: "Program", twice: Sequence[int]):
+        self.room, self.rows, self._layers, self._twice = room, room.rows, layers.ready(), tuple(twice)
         self._lock = Lock()
 
     def run(
@@ -62,17 +107,17 @@ class Recorded:
         with nothing done, where the caches cannot be served by one program."""
         from numba import get_num_threads
 
-        rows, room = len(tokens), self.room
+        rows, told = len(tokens), self.room.told
         found = step_tables(cache, positions, len(turns) > 2)
         if found is None:
             return None
         tables, slots = found
         with self._lock:
-            room.tokens[:rows], room.positions[:rows], room.slots[:, :rows] = tokens, inside, slots
-            for to, turn in zip((room.cos, room.sin, room.sinks_cos, room.sinks_sin), turns, strict=False):
+            told.tokens[:rows], told.positions[:rows], told.slots[:, :rows] = tokens, inside, slots
+            for to, turn in zip((told.cos, told.sin, told.sinks_cos, told.sinks_sin), turns, strict=False):
                 to[:rows] = turn[:, 0]
             self._layers.run(rows, get_num_threads(), tables, () if len(turns) > 2 else self._twice)
-            hidden = room.x[:rows].copy()
+            hidden = self.room.x[:rows].copy()
         for one, _ in members_of(cache, rows):
             one.written()
         return hidden
@@ -104,6 +149,7 @@ class RecordedHead:
 
 
 Made = TypeVar("Made", Recorded, RecordedHead)
+Other = TypeVar("Other")
 
 
 @dataclass(frozen=True)
@@ -116,6 +162,14 @@ class Recordable:
         found = programs.get(record)
         if found is None or found.rows < rows:
             found = programs[record] = record(self, max(LEAST_ROWS, 1 << (rows - 1).bit_length()))
+        return found
+
+    def beside(self, make: Callable[[], Other]) -> Other:
+        """What `make` gave when it was first asked for these parameters."""
+        programs = self.__dict__.setdefault("_programs", {})
+        if make not in programs:
+            programs[make] = make()
+        found: Other = programs[make]
         return found
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""What every model asks of the ids that it is given."""
+"""What every model asks of the ids and positions that it is given."""
 
 import numpy as np
 
-from nanokv.errors import TokenizerError, UsageError
+from nanokv.errors import CapacityError, TokenizerError, UsageError
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -16,3 +16,9 @@ def check_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
         bad = int(array.min()) if array.min() < 0 else int(array.max())
         raise TokenizerError(f"token id {bad} is not in the vocabulary (0 .. {vocab_size - 1})")
     return array.astype(np.int64)
+
+
+def check_positions(positions: np.ndarray, count: int) -> None:
+    """CapacityError for a position that a model of `count` positions does not have."""
+    if positions.max() >= count:
+        raise CapacityError(f"position {positions.max()} is past the model's {count} positions (0 is the first)")

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from nanokv.backend import NUMPY
+from nanokv.card_sampling import host_choice, seen_bits
 from nanokv.kernels import compiled, layout
 from nanokv.kernels.cuda import launches
-from nanokv.kernels.cuda.sampling import host_choice, seen_bits
 from nanokv.kernels.matrix import Matrix, pack
 from nanokv.kv.codec import GROUP, get_codec
 from nanokv.kv.spec import CacheSpec

@@ -118,18 +118,29 @@ def test_writing_is_one_launch_for_keys_and_one_for_values(meter, name, scale):
     assert all(np.array_equal(a, b) for a, b in zip(bits(host.planes), bits(storage.planes), strict=True))
 
 
-def test_int4_is_written_by_array_code(meter):
-    """It has no append kernel; its blocks are copied by the kernel."""
+def test_int4_is_written_in_whole_tiles_by_two_launches(meter):
+    """Keys and values, in blocks that lie anywhere; places that follow each other are not even sent."""
     memory = kv_memory()
-    storage = Storage(1, 4, 128, HEADS, DIM, get_codec("int4", np.float32, memory), memory)
-    k = memory.xp.zeros((TILE, HEADS, DIM), dtype=np.float32)
+    host, storage = (Storage(2, 9, 32, HEADS, DIM, get_codec("int4", np.float32, each), each) for each in (NUMPY, memory))
+    values = np.random.default_rng(0).standard_normal((TILE, HEADS, DIM), dtype=np.float32)
+    values[values < -1] = -0.0
+    values[:32] = np.where(values[:32] > 0, np.float32(0), np.float32(-0.0))  # groups of zeros of both signs
+    k, blocks = memory.xp.asarray(values), np.array([5, 2, 8, 3])
+    scattered = (blocks[:, None] * 32 + np.arange(32)).reshape(-1)
+    for each in (host, storage):
+        filled(each.planes)
     meter.read()
-    storage.write(0, slice(0, TILE), k, k)
+    storage.write(0, storage.slots(np.arange(TILE)), k, k)
+    assert meter.read() == {"launches": 2}
+    storage.write(1, storage.slots(scattered), k, k)
     counts = meter.read()
-    assert "launches" not in counts
-    assert counts["array writes"] == len(storage.planes)
-    storage.copy_unit(1, 2)
+    assert (counts["launches"], counts["copies to the card"], "array writes" in counts) == (2, 1, False)
+    storage.copy_unit(1, 4)
     assert meter.read() == {"launches": len(storage.planes)}
+    host.write(0, np.arange(TILE), values, values)
+    host.write(1, scattered, values, values)
+    host.copy_unit(1, 4)
+    assert all(np.array_equal(a, b) for a, b in zip(bits(host.planes), bits(storage.planes), strict=True))
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "fp8"])

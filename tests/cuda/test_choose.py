@@ -5,9 +5,9 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from nanokv.card_sampling import host_choice, seen_bits
 from nanokv.errors import UsageError
 from nanokv.kernels.cuda import launches
-from nanokv.kernels.cuda.sampling import host_choice, seen_bits
 from nanokv.sampling import Sampler, SamplingParams, count_kept, penalise_repetition
 from nanokv.sampling import softmax as exact_softmax
 from tests.cuda.machine import ORDERS, CpuDevice

@@ -91,6 +91,31 @@ def test_a_step_that_runs_out_leaves_the_cache_as_it_was(meter, family, spec):
         lengths = [length + 4 for length in lengths]
 
 
+@pytest.mark.parametrize("spec", [CacheSpec(), CacheSpec("paged", 8)], ids=str)
+def test_a_fixed_step_that_runs_out_is_taken_again(meter, monkeypatch, spec):
+    """Its own memory, the logits that are kept, and a longer step in its place: each at every request."""
+    monkeypatch.setattr("nanokv.models.decode_step.LEAST_TILES", 1)
+    host, card = on_both()
+    expected, cache = host.new_cache(300, spec), card.new_cache(300, spec)
+    length = 0
+
+    def unchanged():
+        assert cache.length == length
+
+    refusals = []
+    for rows in (1, 126, 1, 1, 1):
+        tokens = np.random.default_rng(length).integers(0, 50, rows)
+        logits, refused = insisted(meter, lambda tokens=tokens: to_numpy(card.forward(tokens, cache)), unchanged)
+        assert np.array_equal(logits, host.forward(tokens, expected))
+        refusals.append(refused)
+        length += rows
+    best, without_logits = insisted(meter, lambda: card.best([3], cache), unchanged)
+    assert best == host.best([3], expected)
+    assert refusals[0] > 10  # the first step makes the fixed one, and the fourth one of two tiles
+    assert refusals[3] > 10
+    assert (refusals[2], refusals[4], without_logits) == (1, 1, 0)
+
+
 def test_a_pool_that_ran_out_has_all_its_blocks(meter):
     """A fork that differs in a shared block: until its step goes through, no block is lost and none is freed twice."""
     _, card = on_both()

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numba", exc_type=ImportError)
 from nanokv.backend import NUMPY
+from nanokv.card_sampling import host_choice
 from nanokv.kernels.cuda import launches, traffic
-from nanokv.kernels.cuda.sampling import host_choice
 from nanokv.kernels.matrix import FORMATS, pack
 from nanokv.kv.codec import get_codec
 from nanokv.kv.spec import CacheSpec

@@ -19,6 +19,7 @@ from nanokv.kernels.cuda import launches
 from nanokv.kernels.cuda.card import Card
 from nanokv.kernels.cuda.launches import Tables
 from nanokv.kernels.cuda.tables import ARRAYS, host_tables
+from nanokv.kernels.layout import INT4
 from nanokv.kernels.matrix import Matrix
 
 F = np.float32
@@ -142,16 +143,25 @@ def rotate(x: Array, cos: Array, sin: Array, adjacent: bool) -> Array:
     return out
 
 
+def argmax(logits: Array, tokens: Array) -> None:
+    """logits [R, V] -> tokens [R] int32, the lowest id of equals."""
+    launches.argmax(_of(logits), _solid(logits), tokens)
+
+
 def append(
     k: Array, v: Array, slots: Array, codec: int, k_planes: Sequence[Array], v_planes: Sequence[Array], fixed: float
 ) -> None:
     """k, v [R, H, D] into the slots [R] int32 of one layer's planes [slots, H, ...], codes and perhaps scales, in the KV format
-    `codec`, a number of nanokv.kernels.layout: one launch each."""
+    `codec`, a number of nanokv.kernels.layout: one launch each. int4 takes keys as launches.append_int4() does."""
     for x, planes in ((k, k_planes), (v, v_planes)):
-        codes, scales = (*planes, None)[:2]
         dense = x.strides[1:] == (x.shape[2] * x.itemsize, x.itemsize)  # heads side by side: rows may lie in a wider array
         rows = x if dense else x.copy()
-        launches.append(_of(x), rows, slots, codec, codes, scales, fixed, rows.strides[0] // x.itemsize)
+        stride = rows.strides[0] // x.itemsize
+        if codec == INT4:
+            launches.append_int4(_of(x), rows, slots, planes, planes is k_planes, stride)
+        else:
+            codes, scales = (*planes, None)[:2]
+            launches.append(_of(x), rows, slots, codec, codes, scales, fixed, stride)
 
 
 def copy_unit(plane: Array, source: int, target: int) -> None:

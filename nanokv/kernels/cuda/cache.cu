@@ -62,7 +62,7 @@ __global__ void append(In<float> x, int stride, In<int> slots, Out<unsigned char
     }
 }
 
-// x as fifteenths of its group's span above its lowest value.
+// x as fifteenths of its group's span above its lowest value. Of both, + 0.0f has made a zero +0, as the codec's is.
 __device__ __forceinline__ unsigned to_int4(float x, float low, float span) {
     float code = rintf(__fdiv_rn(x - low, span == 0.0f ? 1.0f : span) * 15.0f);
     return (unsigned)(int)fminf(fmaxf(code, 0.0f), 15.0f);
@@ -86,7 +86,8 @@ __global__ void append_keys_int4(In<float> x, int stride, In<int> slots, Out<uns
             least[j] = fminf(least[j], value);
             most = fmaxf(most, value);
         }
-        size[j] = most - least[j];
+        least[j] = least[j] + 0.0f;
+        size[j] = most - least[j] + 0.0f;
         long long at = ((long long)(slot / CODE_GROUP) * heads + head) * dim + d + j;
         low[at] = least[j];
         span[at] = size[j];
@@ -111,7 +112,7 @@ __global__ void append_values_int4(In<float> x, int stride, In<int> slots, Out<u
     for (int group = 0; group < groups; group++) {
         int d = group * CODE_GROUP + lane;
         float value = from[min(d, dim - 1)];  // the last channel again changes neither the least nor the most
-        float least = -warp_max(-value), size = warp_max(value) - least;
+        float least = -warp_max(-value) + 0.0f, size = warp_max(value) - least + 0.0f;
         unsigned code = to_int4(value, least, size), next = __shfl_xor_sync(ALL_LANES, code, 1);
         if (lane == 0) {
             low[entry * groups + group] = least;

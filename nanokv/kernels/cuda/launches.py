@@ -137,7 +137,7 @@ class Tables:
 
 @dataclass(frozen=True)
 class Choice:
-    """How the next token of each row is chosen, on the card (sampling.py makes it from SamplingParams)."""
+    """How the next token of each row is chosen, on the card (nanokv/card_sampling.py makes it from SamplingParams)."""
 
     seen: Array  # [R, ceil(V / 32)] uint32: a bit for each token that occurred
     settings: Array  # [R, 4] float32: temperature, top-p, min-p, repetition penalty

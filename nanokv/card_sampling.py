@@ -1,4 +1,4 @@
-"""choose.cu's tables from the host's sampling parameters, in host memory: a row a sequence.
+"""What nanokv.sampling's parameters are on a card: choose.cu's tables, in host memory, a row a sequence.
 
 Symbols: R rows, V vocabulary.
 """
