@@ -5,7 +5,7 @@ being D filled up to a multiple of 64; so scores and weighted values are product
 share the work by tiles, each task taking one tile of one sequence with all heads, so that every block streams through
 memory once; many queries (a prefill) by heads and blocks of rows. Both give the same bits.
 
-Symbols: R rows, Hq query heads, H key-value heads, G = Hq / H, D head width, T = 128 keys a tile, N tiles listed.
+Symbols: R rows, Hq query heads, H key-value heads, G = Hq / H, D head width, T = 128 keys a tile, N tiles.
 """
 
 from typing import Any
@@ -326,7 +326,7 @@ def _tiles_and_runs(b: Any) -> Any:
 
 @CFunction
 def attend_tiles(line: Any, block: Any, scratch: Any, task: Any) -> Any:
-    """Some tiles of runs of at most FEW rows, or some heads of one -> m, l [N, H, lines], o [N, H, lines, D'] at their places.
+    """Some tiles of runs of at most FEW rows, or some heads of one -> m, l [n, H, lines], o [n, H, lines, D'], n tiles listed.
 
     An operation's numbers: q and its rows' stride, q_sinks and its rows' stride, layer, set, H, G, D; scale.
     """
@@ -363,7 +363,7 @@ def _attend_tile(place: Any, h: Any, stop: Any, op: Any, scale: Any, block: Any,
     q, stride = (op[2], op[3]) if tile[QUERY] == 0 else (op[4], op[5])
     for i in range(stop - h):
         _queries(q, stride, run[BEGIN], len(where), h + i, group, scale, queries[i * rows : (i + 1) * rows])
-    line, lines = number_of * heads + h, b[at.LINES]
+    line, lines = place * heads + h, b[at.LINES]
     m, l, o = b[at.PART_M] + line * lines * 4, b[at.PART_L] + line * lines * 4, b[at.PART_O] + line * lines * wide * 4  # noqa: E741
     if source[0] == FLOAT32 and dim == wide and unit_size >= 16:
         _tile_in_place(
@@ -429,11 +429,11 @@ def _tile_in_place(
             for r in range(rows):
                 for d in range(dim):
                     sums[r, d] += chains[i * rows + r, d]
+    _, decoded = _cut(scratch, TILE, dim)
     for i in range(many):
         sums = matrix(o + i * lines * dim * 4, rows, dim)
         for r in range(rows):
             if not _finite(sums[r]):
-                scratch, decoded = _cut(scratch, TILE, dim)
                 for t in range(count):
                     decoded[t] = vector(_slot(source[4], units, unit_size, t, heads, dim, h + i), dim)
                 _silence(scores[i * rows + r], decoded, count, sums[r])
@@ -454,9 +454,10 @@ def combine_runs(line: Any, block: Any, scratch: Any, task: Any) -> Any:
     if task < 0:
         return (sets[op[2], at.MANY_RUNS] - sets[op[2], at.FEW_RUNS]) * heads
     _, runs, _ = _tiles_and_runs(b)
-    run, h, wide = runs[sets[op[2], at.FEW_RUNS] + task // heads], task % heads, _rounded(dim, 64)
+    number_of, h, wide = sets[op[2], at.FEW_RUNS] + task // heads, task % heads, _rounded(dim, 64)
+    run, listed = runs[number_of], integers(b[at.PLACES], b[at.NUM_RUNS])[number_of]
     for r in range((run[END] - run[BEGIN]) * group):
-        place = (run[FIRST] * heads + h) * lines + r
+        place = (listed * heads + h) * lines + r
         value = vector(b[at.PART_O] + place * wide * 4, wide)
         top, total = number(b[at.PART_M], place), number(b[at.PART_L], place)
         for _ in range(run[FIRST] + 1, run[LAST]):

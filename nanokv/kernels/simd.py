@@ -420,18 +420,6 @@ def rest(_typing: Any, give_way: Any) -> Any:
     return types.void(types.boolean), emit
 
 
-@intrinsic
-def prefetch(_typing: Any, address: Any) -> Any:
-    """Asks for a line of memory that will be read soon."""
-
-    def emit(context: Any, b: Any, _signature: Any, args: Any) -> Any:
-        pointer = b.inttoptr(args[0], _I8.as_pointer())
-        _call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, *(ir.Constant(_I32, n) for n in (0, 2, 1)))
-        return context.get_dummy_value()
-
-    return types.void(types.intp), emit
-
-
 def dots(rows: int) -> Any:
     """A compiled function (x, x_row, keys, key_row, count, out, out_row): one segment of the product rule with the weights
     turned in registers,

@@ -151,7 +151,7 @@ def _record(params: GPT2Params, rows: int) -> Recorded:
 
     config, program = params.config, Program()
     eps, heads, kv_heads, dim = config.layer_norm_epsilon, config.num_heads, config.num_kv_heads, config.head_dim
-    room = Room(rows, config.num_layers, config.width, heads, kv_heads, dim, config.inner, turned=False)
+    room = Room(rows, config.num_layers, config.width, heads, kv_heads, dim, config.inner, config.inner, turned=False)
     shape, stride = (kv_heads, heads // kv_heads, dim), (heads + 2 * kv_heads) * dim
     q, k, v = (address_of(room.qkv) + first * dim * 4 for first in (0, heads, heads + kv_heads))
     program.embed(room.tokens, params.wte, params.wpe, room.positions, room.x)

@@ -184,7 +184,8 @@ def _record(params: LlamaParams, rows: int) -> Recorded:
 
     config, program = params.config, Program()
     eps, heads, kv_heads, dim = config.norm_epsilon, config.num_heads, config.num_kv_heads, config.head_dim
-    room = Room(rows, config.num_layers, config.width, heads, kv_heads, dim, 2 * config.inner, turned=True)
+    wide, inner = 2 * config.inner, config.inner
+    room = Room(rows, config.num_layers, config.width, heads, kv_heads, dim, wide, inner, turned=True)
     shape, stride, scale = (kv_heads, heads // kv_heads, dim), (heads + 2 * kv_heads) * dim, config.head_dim**-0.5
     twice = []
     program.embed(room.tokens, params.embedding, None, room.positions, room.x)

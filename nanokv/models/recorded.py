@@ -26,17 +26,19 @@ F, I = np.float32, np.int64  # noqa: E741
 
 
 class Room:
-    """Memory for at most `rows` rows."""
+    """Memory for at most `rows` rows; `wide` and `inner` are what the two matrices of a feed-forward give and take."""
 
-    def __init__(self, rows: int, layers: int, width: int, heads: int, kv_heads: int, dim: int, widest: int, turned: bool):
+    def __init__(
+        self, rows: int, layers: int, width: int, heads: int, kv_heads: int, dim: int, wide: int, inner: int, turned: bool
+    ):
         def floats(*shape: int) -> np.ndarray:
             return np.empty((rows, *shape), F)
 
-        self.rows = rows
+        self.rows, self.layers, self.cached = rows, layers, (kv_heads, dim)
         self.tokens, self.positions, self.slots = np.zeros(rows, I), np.zeros(rows, I), np.zeros((layers, rows), I)
         self.x, self.h = floats(width), floats(width)
         self.qkv, self.mixed = floats(heads + 2 * kv_heads, dim), floats(heads, dim)
-        self.wide, self.inner = floats(widest), floats(widest)
+        self.wide, self.inner = floats(wide), floats(inner)
         angles = dim // 2 if turned else 0
         self.cos, self.sin, self.sinks_cos, self.sinks_sin = (floats(angles) for _ in range(4))
         self.q, self.q_sinks, self.k = (floats(each if turned else 0, dim) for each in (heads, heads, kv_heads))
@@ -63,7 +65,7 @@ class Recorded:
         from numba import get_num_threads
 
         rows, room = len(tokens), self.room
-        found = step_tables(cache, positions, len(turns) > 2)
+        found = step_tables(cache, positions, len(turns) > 2, room.layers, room.cached)
         if found is None:
             return None
         tables, slots = found
@@ -83,7 +85,7 @@ class RecordedHead:
 
         self.rows, self._outputs = rows, len(head)
         self._x, self._h = np.empty((rows, head.shape[1]), F), np.empty((rows, head.shape[1]), F)
-        program, no_logits = Program(), np.empty(0, F)
+        program, no_logits = Program(), np.empty((0, len(head)), F)
         write_norm(program, self._x, self._h)
         self._last = program.linear(self._h, head, None, no_logits)
         self._program, self._lock = program.ready(), Lock()
