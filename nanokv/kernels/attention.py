@@ -41,9 +41,9 @@ from nanokv.kernels.simd import (
     where_less,
 )
 
-_six, _two, _one = product(6, 4), product(2, 4), product(1, 4)
-_on1, _on2, _on3, _on4 = (product(rows, 4, continues=True) for rows in (1, 2, 3, 4))
-_dots1, _dots2, _dots3, _dots4 = (dots(rows) for rows in (1, 2, 3, 4))
+_product = product((6, 2, 1), 4)
+_product_on = product((4, 3, 2, 1), 4, continues=True)
+_dots = dots((4, 3, 2, 1))
 
 
 @inner()
@@ -55,15 +55,7 @@ def _times(x: Any, x_row: Any, rows: Any, w: Any, w_row: Any, count: Any, width:
             weights = w + (k * w_row + column) * 4
             while r < rows:
                 here, to = x + (r * x_row + k) * 4, out + (r * out_row + column) * 4
-                if r + 6 <= rows:
-                    _six(here, x_row, weights, w_row, some, to, out_row)
-                    r += 6
-                elif r + 2 <= rows:
-                    _two(here, x_row, weights, w_row, some, to, out_row)
-                    r += 2
-                else:
-                    _one(here, x_row, weights, w_row, some, to, out_row)
-                    r += 1
+                r += _product(rows - r, here, x_row, weights, w_row, some, to, out_row)
 
 
 @inner()
@@ -107,40 +99,17 @@ def _some_scores(x: Any, rows: Any, dim: Any, keys: Any, step: Any, scores: Any)
     for d in range(0, dim, SEGMENT):
         some, r = min(SEGMENT, dim - d), 0
         while r < rows:
-            here, to = x + (r * dim + d) * 4, scores + r * TILE * 4
-            if r + 4 <= rows:
-                _dots4(here, dim, keys + d * 4, step, some, to, TILE)
-                r += 4
-            elif r + 3 == rows:
-                _dots3(here, dim, keys + d * 4, step, some, to, TILE)
-                r += 3
-            elif r + 2 == rows:
-                _dots2(here, dim, keys + d * 4, step, some, to, TILE)
-                r += 2
-            else:
-                _dots1(here, dim, keys + d * 4, step, some, to, TILE)
-                r += 1
+            r += _dots(rows - r, x + (r * dim + d) * 4, dim, keys + d * 4, step, some, scores + r * TILE * 4, TILE)
 
 
 @inner()
 def _some_values(weights: Any, rows: Any, dim: Any, values: Any, step: Any, count: Any, chains: Any) -> None:
     """The chains [rows, D] of a segment go on by `count` values, which lie `step` apart; D is a multiple of 64."""
     for column in range(0, dim, 64):
-        w, r = values + column * 4, 0
+        r = 0
         while r < rows:
-            x, to = weights + r * TILE * 4, chains + (r * dim + column) * 4
-            if r + 4 <= rows:
-                _on4(x, TILE, w, step, count, to, dim)
-                r += 4
-            elif r + 3 == rows:
-                _on3(x, TILE, w, step, count, to, dim)
-                r += 3
-            elif r + 2 == rows:
-                _on2(x, TILE, w, step, count, to, dim)
-                r += 2
-            else:
-                _on1(x, TILE, w, step, count, to, dim)
-                r += 1
+            to = chains + (r * dim + column) * 4
+            r += _product_on(rows - r, weights + r * TILE * 4, TILE, values + column * 4, step, count, to, dim)
 
 
 @inner()
