@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from nanokv.kernels.recording import Program
 
 LEAST_ROWS = 16
+KEPT_ROWS = 1024  # a longer step makes its program anew, in some milliseconds, and gives the memory back
 F, I = np.float32, np.int64  # noqa: E741
 
 
@@ -111,6 +112,8 @@ class Recordable:
 
     def recorded(self, rows: int, record: Callable[[Any, int], Made]) -> Made:
         """What `record` makes for that many rows, the one of before if it has room."""
+        if rows > KEPT_ROWS:
+            return record(self, rows)
         programs = self.__dict__.setdefault("_programs", {})
         found = programs.get(record)
         if found is None or found.rows < rows:

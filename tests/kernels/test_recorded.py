@@ -1,7 +1,10 @@
 """A model's layers as one program give the bits of the same operations called one by one, and those of the slow oracle."""
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
 from dataclasses import replace
 from threading import Thread
 
@@ -15,13 +18,13 @@ from nanokv.errors import UsageError
 from nanokv.kernels.matrix import FORMATS
 from nanokv.kv.spec import CacheSpec
 from nanokv.kv.tile import Batch, Visibility
-from nanokv.models import gpt2, llama
+from nanokv.models import gpt2, llama, recorded
 from nanokv.models.families import module_for
 from nanokv.numerics import COMPILED
 from nanokv.rope import Rope
 from tests.kernels import oracle
 from tests.llama_support import small_llama
-from tests.support import examples, fit_for, forward, head_counts, poisoned, small_config
+from tests.support import ROOT, examples, fit_for, forward, head_counts, poisoned, small_config
 
 pytest.importorskip("numba", reason="not run: numba is not installed (pip install 'nanokv[cpu]')")
 
@@ -317,6 +320,17 @@ def test_no_array_that_a_program_reads_is_freed_before_it(name):
     del rubbish
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_long_step_keeps_no_memory(name, monkeypatch):
+    """Its program is made for it alone; those of short steps stay."""
+    params = small(name)
+    expected = logits_of(params)
+    monkeypatch.setattr(recorded, "KEPT_ROWS", 32)
+    fresh = copy.copy(params)
+    assert np.array_equal(logits_of(fresh), expected)
+    assert [found.rows for found in vars(fresh)["_programs"].values()] == [32, 32]
+
+
 def test_hidden_states_of_one_step_outlive_the_next():
     params = small("gpt2")
     cache = one_cache(params.config)
@@ -331,3 +345,29 @@ def test_no_rows_give_no_logits(name):
     params = small(name)
     cache = one_cache(params.config)
     assert forward(params, np.arange(5), cache, rows=[], numerics=COMPILED).shape == (0, 70)
+
+
+def test_two_threads_of_python_do_not_end_the_process():
+    """Numba's own threading layer ends a process in which two of them run at once."""
+    if numba.config.NUMBA_NUM_THREADS == 1:
+        pytest.skip("not run: one thread is all that this process may use")
+    env = {**os.environ, "NUMBA_THREADING_LAYER": "workqueue"}
+    code = "from tests.kernels.test_recorded import use_at_once; use_at_once()"
+    run = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout == "workqueue\n", run.stderr[-2000:]
+
+
+def use_at_once():
+    params = small("gpt2")
+
+    def use():
+        numba.set_num_threads(2)
+        for _ in range(3):
+            logits_of(params)
+
+    crowd = [Thread(target=use) for _ in range(3)]
+    for thread in crowd:
+        thread.start()
+    for thread in crowd:
+        thread.join()
+    print(numba.threading_layer())
