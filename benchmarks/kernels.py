@@ -69,7 +69,7 @@ def machine(threads: int) -> Calls:
 
     start(threads)
     rows, depth, times = 6, 1024, 4000
-    block = product(rows, 4)
+    block = product((rows,), 4)
 
     @njit(parallel=True)  # type: ignore[untyped-decorator]
     def multiply(x: Any, w: Any, out: Any) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nanokv.backend import Array, module_of
+from nanokv.errors import UsageError
 from nanokv.kernels import layout
 from nanokv.kv.pages import tile_line
 from nanokv.kv.tile import TILE, Batch, Cache, Tiles, Visibility, members_of
@@ -50,7 +51,7 @@ def cached_attention(
     groups: dict[tuple[int, float], list[_Run]] = {}
     cache.write(layer, k, v)
     for one, rows in members_of(cache, len(q)):
-        for key, run in _runs_of(one, layer, rows.start, positions[rows], q_sinks is not None):
+        for key, run in _runs_of(one, layer, rows.start, positions[rows], q_sinks is not None, k.shape[1:]):
             groups.setdefault(key, []).append(run)
     out = module_of(q).empty(q.shape, dtype=np.float32)
     for (unit_size, fixed), runs in groups.items():
@@ -59,28 +60,41 @@ def cached_attention(
 
 
 def _runs_of(
-    one: Cache, layer: int, start: int, positions: np.ndarray, turned_twice: bool
+    one: Cache, layer: int, start: int, positions: np.ndarray, turned_twice: bool, shape: tuple[int, int]
 ) -> Iterator[tuple[tuple[int, float], _Run]]:
     """The runs of one sequence, whose rows begin at `start`, each with what those of one call have in common. A query that is
-    `turned_twice` meets the sinks of a streaming cache apart."""
+    `turned_twice` meets the sinks of a streaming cache apart. UsageError for a cache that is not for `shape`, H and D: its
+    memory would be read past its end."""
     visibility = one.visibility(layer)
     for first, stop in _same_tile(positions):
         pages = one.pages(layer, int(positions[first]) // TILE)
+        if pages.shape != shape:
+            (cached, width), (heads, dim) = pages.shape, shape
+            raise UsageError(
+                f"the cache is for {cached} key-value heads of {width} numbers, the model has {heads} of {dim}: "
+                "make it for this model's config"
+            )
         lines, places = pages.table(), pages.places()
         if turned_twice and visibility.streaming and visibility.sinks:
             lines, places = _sinks_apart(lines, places, visibility.sinks)
         yield pages.key, _Run(first + start, stop + start, visibility, lines, places)
 
 
-def step_tables(cache: Cache | Batch, positions: np.ndarray, turned_twice: bool) -> "tuple[Tables, np.ndarray] | None":
+def step_tables(
+    cache: Cache | Batch, positions: np.ndarray, turned_twice: bool, layers: int, shape: tuple[int, int]
+) -> "tuple[Tables, np.ndarray] | None":
     """What attention and append look up in a step of all layers, and the slots [L, R] of its tokens; None where the caches
-    have no place for that, or nothing in common: then layers go one by one, through cached_attention()."""
+    have no place for that, or nothing in common: then layers go one by one, through cached_attention(). UsageError for a
+    cache of another number of layers, or another `shape`, H and D."""
     from nanokv.kernels.recording import arranged
 
     members = list(members_of(cache, len(positions)))
     sources = [found for one, _ in members if (found := one.sources()) is not None]
     if len(sources) < len(members):
         return None
+    for one, _ in members:
+        if len(one.alike) != layers:
+            raise UsageError(f"the cache has {len(one.alike)} layers, the model {layers}: make it for this model's config")
     which: dict[tuple[int, ...], int] = {}  # what tells groups of layers that see alike in all caches -> their number
     alike = [which.setdefault(each, len(which)) for each in zip(*(one.alike for one, _ in members), strict=True)]
     homes, slots = np.empty(len(positions), np.int64), np.empty((len(which), len(positions)), np.int64)
@@ -94,7 +108,7 @@ def step_tables(cache: Cache | Batch, positions: np.ndarray, turned_twice: bool)
         for (one, rows), own in zip(members, sources, strict=True):
             last_source = source + own.shape[1] - 1
             homes[rows], slots[group, rows] = last_source, one.step_slots(layer)
-            for key, run in _runs_of(one, layer, rows.start, positions[rows], turned_twice):
+            for key, run in _runs_of(one, layer, rows.start, positions[rows], turned_twice, shape):
                 keys.add(key)
                 last = count + len(run.lines)
                 table.append((run.begin, run.end, count, last, run.visibility.window or 0, run.visibility.sinks))

@@ -5,7 +5,7 @@ being D filled up to a multiple of 64; so scores and weighted values are product
 share the work by tiles, each task taking one tile of one sequence with all heads, so that every block streams through
 memory once; many queries (a prefill) by heads and blocks of rows. Both give the same bits.
 
-Symbols: R rows, Hq query heads, H key-value heads, G = Hq / H, D head width, T = 128 keys a tile, N tiles listed.
+Symbols: R rows, Hq query heads, H key-value heads, G = Hq / H, D head width, T = 128 keys a tile, N tiles.
 """
 
 from typing import Any
@@ -41,9 +41,9 @@ from nanokv.kernels.simd import (
     where_less,
 )
 
-_six, _two, _one = product(6, 4), product(2, 4), product(1, 4)
-_on1, _on2, _on3, _on4 = (product(rows, 4, continues=True) for rows in (1, 2, 3, 4))
-_dots1, _dots2, _dots3, _dots4 = (dots(rows) for rows in (1, 2, 3, 4))
+_product = product((6, 2, 1), 4)
+_product_on = product((4, 3, 2, 1), 4, continues=True)
+_dots = dots((4, 3, 2, 1))
 
 
 @inner()
@@ -55,15 +55,7 @@ def _times(x: Any, x_row: Any, rows: Any, w: Any, w_row: Any, count: Any, width:
             weights = w + (k * w_row + column) * 4
             while r < rows:
                 here, to = x + (r * x_row + k) * 4, out + (r * out_row + column) * 4
-                if r + 6 <= rows:
-                    _six(here, x_row, weights, w_row, some, to, out_row)
-                    r += 6
-                elif r + 2 <= rows:
-                    _two(here, x_row, weights, w_row, some, to, out_row)
-                    r += 2
-                else:
-                    _one(here, x_row, weights, w_row, some, to, out_row)
-                    r += 1
+                r += _product(rows - r, here, x_row, weights, w_row, some, to, out_row)
 
 
 @inner()
@@ -107,40 +99,17 @@ def _some_scores(x: Any, rows: Any, dim: Any, keys: Any, step: Any, scores: Any)
     for d in range(0, dim, SEGMENT):
         some, r = min(SEGMENT, dim - d), 0
         while r < rows:
-            here, to = x + (r * dim + d) * 4, scores + r * TILE * 4
-            if r + 4 <= rows:
-                _dots4(here, dim, keys + d * 4, step, some, to, TILE)
-                r += 4
-            elif r + 3 == rows:
-                _dots3(here, dim, keys + d * 4, step, some, to, TILE)
-                r += 3
-            elif r + 2 == rows:
-                _dots2(here, dim, keys + d * 4, step, some, to, TILE)
-                r += 2
-            else:
-                _dots1(here, dim, keys + d * 4, step, some, to, TILE)
-                r += 1
+            r += _dots(rows - r, x + (r * dim + d) * 4, dim, keys + d * 4, step, some, scores + r * TILE * 4, TILE)
 
 
 @inner()
 def _some_values(weights: Any, rows: Any, dim: Any, values: Any, step: Any, count: Any, chains: Any) -> None:
     """The chains [rows, D] of a segment go on by `count` values, which lie `step` apart; D is a multiple of 64."""
     for column in range(0, dim, 64):
-        w, r = values + column * 4, 0
+        r = 0
         while r < rows:
-            x, to = weights + r * TILE * 4, chains + (r * dim + column) * 4
-            if r + 4 <= rows:
-                _on4(x, TILE, w, step, count, to, dim)
-                r += 4
-            elif r + 3 == rows:
-                _on3(x, TILE, w, step, count, to, dim)
-                r += 3
-            elif r + 2 == rows:
-                _on2(x, TILE, w, step, count, to, dim)
-                r += 2
-            else:
-                _on1(x, TILE, w, step, count, to, dim)
-                r += 1
+            to = chains + (r * dim + column) * 4
+            r += _product_on(rows - r, weights + r * TILE * 4, TILE, values + column * 4, step, count, to, dim)
 
 
 @inner()
@@ -326,7 +295,7 @@ def _tiles_and_runs(b: Any) -> Any:
 
 @CFunction
 def attend_tiles(line: Any, block: Any, scratch: Any, task: Any) -> Any:
-    """Some tiles of runs of at most FEW rows, or some heads of one -> m, l [N, H, lines], o [N, H, lines, D'] at their places.
+    """Some tiles of runs of at most FEW rows, or some heads of one -> m, l [n, H, lines], o [n, H, lines, D'], n tiles listed.
 
     An operation's numbers: q and its rows' stride, q_sinks and its rows' stride, layer, set, H, G, D; scale.
     """
@@ -363,7 +332,7 @@ def _attend_tile(place: Any, h: Any, stop: Any, op: Any, scale: Any, block: Any,
     q, stride = (op[2], op[3]) if tile[QUERY] == 0 else (op[4], op[5])
     for i in range(stop - h):
         _queries(q, stride, run[BEGIN], len(where), h + i, group, scale, queries[i * rows : (i + 1) * rows])
-    line, lines = number_of * heads + h, b[at.LINES]
+    line, lines = place * heads + h, b[at.LINES]
     m, l, o = b[at.PART_M] + line * lines * 4, b[at.PART_L] + line * lines * 4, b[at.PART_O] + line * lines * wide * 4  # noqa: E741
     if source[0] == FLOAT32 and dim == wide and unit_size >= 16:
         _tile_in_place(
@@ -429,11 +398,11 @@ def _tile_in_place(
             for r in range(rows):
                 for d in range(dim):
                     sums[r, d] += chains[i * rows + r, d]
+    _, decoded = _cut(scratch, TILE, dim)
     for i in range(many):
         sums = matrix(o + i * lines * dim * 4, rows, dim)
         for r in range(rows):
             if not _finite(sums[r]):
-                scratch, decoded = _cut(scratch, TILE, dim)
                 for t in range(count):
                     decoded[t] = vector(_slot(source[4], units, unit_size, t, heads, dim, h + i), dim)
                 _silence(scores[i * rows + r], decoded, count, sums[r])
@@ -454,9 +423,10 @@ def combine_runs(line: Any, block: Any, scratch: Any, task: Any) -> Any:
     if task < 0:
         return (sets[op[2], at.MANY_RUNS] - sets[op[2], at.FEW_RUNS]) * heads
     _, runs, _ = _tiles_and_runs(b)
-    run, h, wide = runs[sets[op[2], at.FEW_RUNS] + task // heads], task % heads, _rounded(dim, 64)
+    number_of, h, wide = sets[op[2], at.FEW_RUNS] + task // heads, task % heads, _rounded(dim, 64)
+    run, listed = runs[number_of], integers(b[at.PLACES], b[at.NUM_RUNS])[number_of]
     for r in range((run[END] - run[BEGIN]) * group):
-        place = (run[FIRST] * heads + h) * lines + r
+        place = (listed * heads + h) * lines + r
         value = vector(b[at.PART_O] + place * wide * 4, wide)
         top, total = number(b[at.PART_M], place), number(b[at.PART_L], place)
         for _ in range(run[FIRST] + 1, run[LAST]):

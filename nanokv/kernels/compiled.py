@@ -18,7 +18,7 @@ F = np.float32
 
 def _solid(array: np.ndarray) -> np.ndarray:
     """Rows one after the other in memory, as the kernels take them."""
-    return np.ascontiguousarray(array, dtype=F)
+    return np.require(array, F, ["C_CONTIGUOUS", "ALIGNED"])
 
 
 def _run(program: Program, rows: int, tables: Tables | None = None) -> None:

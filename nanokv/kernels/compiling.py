@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import llvmlite
@@ -42,14 +43,19 @@ def _folder() -> Path | None:
 FOLDER = _folder()
 
 
+_COMPILING = RLock()
+
+
 @contextmanager
 def _kept_in(folder: Path) -> Iterator[None]:
-    """Numba takes the folder from its configuration when a function is decorated: it is set for that moment only."""
-    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
-    try:
-        yield
-    finally:
-        numba.config.CACHE_DIR = before
+    """Numba takes the folder from its configuration when a function is decorated: it is set for that moment only, by one
+    thread at a time."""
+    with _COMPILING:
+        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
+        try:
+            yield
+        finally:
+            numba.config.CACHE_DIR = before
 
 
 def jit(**options: Any) -> Callable[[Callable], Any]:
@@ -71,9 +77,13 @@ class CFunction:
         self.__doc__ = function.__doc__
 
     @cached_property
-    def address(self) -> int:
+    def _compiled(self) -> Any:
         word = numba.types.intp
-        return int(_kept(numba.cfunc, word(word, word, word, word), nopython=True, error_model="numpy")(self._function).address)
+        return _kept(numba.cfunc, word(word, word, word, word), nopython=True, error_model="numpy")(self._function)
+
+    @property
+    def address(self) -> int:
+        return int(self._compiled.address)
 
 
 def _kept(compiler: Any, *arguments: Any, **options: Any) -> Callable[[Callable], Any]:

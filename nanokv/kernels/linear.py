@@ -18,12 +18,13 @@ from nanokv.kernels.functions import F
 from nanokv.kernels.layout import BLOCK, COLUMNS, ROWS, THREADS
 from nanokv.kernels.simd import (
     add,
+    bfloat16,
     byte,
+    float16,
     float_of_bits,
     fma,
     fma1,
     integers,
-    load,
     load_bfloat16,
     load_float16,
     load_int8,
@@ -47,7 +48,8 @@ LEAST_TASKS = 64  # enough for threads to share evenly
 RUNS = 1  # of panels or tiles for each thread: a stream of memory is broken as seldom as can be
 FLOAT32, BF16, FP16, INT8, INT4, INT8_ROW = range(6)
 
-_six, _two, _one = product(6, 4), product(2, 4), product(1, 4)
+_product = product((6, 2, 1), 4)
+_one_bf16, _one_fp16 = product((1,), 4, read=bfloat16), product((1,), 4, read=float16)
 
 
 @inner()
@@ -108,16 +110,7 @@ def _multiply(x: Any, x_row: Any, rows: Any, weights: Any, count: Any, sums: Any
     """sums [rows, 64] += one segment: x [rows, count] times weights [count, 64]; addresses."""
     r = 0
     while r < rows:
-        here, to = x + r * x_row * 4, sums + r * PANEL * 4
-        if r + 6 <= rows:
-            _six(here, x_row, weights, PANEL, count, to, PANEL)
-            r += 6
-        elif r + 2 <= rows:
-            _two(here, x_row, weights, PANEL, count, to, PANEL)
-            r += 2
-        else:
-            _one(here, x_row, weights, PANEL, count, to, PANEL)
-            r += 1
+        r += _product(rows - r, x + r * x_row * 4, x_row, weights, PANEL, count, sums + r * PANEL * 4, PANEL)
 
 
 @inner()
@@ -139,56 +132,8 @@ def _deliver(sums: Any, rows: Any, bias: Any, adds: Any, out: Any, outputs: Any,
 
 
 @inner()
-def _row_float32(x: Any, w: Any, segments: Any, sums: Any) -> None:
-    """sums [64] = whole segments of one row x times a panel of float32, straight from memory."""
-    s0 = s1 = s2 = s3 = splat(F(0))
-    for _ in range(segments):
-        a = b = c = d = splat(F(0))
-        for k in range(SEGMENT):
-            v = splat(number(x, k))
-            at = k * PANEL
-            a, b = fma(v, load(w, at), a), fma(v, load(w, at + 16), b)
-            c, d = fma(v, load(w, at + 32), c), fma(v, load(w, at + 48), d)
-        s0, s1, s2, s3 = add(s0, a), add(s1, b), add(s2, c), add(s3, d)
-        x, w = x + SEGMENT * 4, w + SEGMENT * PANEL * 4
-    _put_row(sums, s0, s1, s2, s3)
-
-
-@inner()
-def _row_bf16(x: Any, w: Any, segments: Any, sums: Any) -> None:
-    """The same of bfloat16."""
-    s0 = s1 = s2 = s3 = splat(F(0))
-    for _ in range(segments):
-        a = b = c = d = splat(F(0))
-        for k in range(SEGMENT):
-            v = splat(number(x, k))
-            at = k * PANEL
-            a, b = fma(v, load_bfloat16(w, at), a), fma(v, load_bfloat16(w, at + 16), b)
-            c, d = fma(v, load_bfloat16(w, at + 32), c), fma(v, load_bfloat16(w, at + 48), d)
-        s0, s1, s2, s3 = add(s0, a), add(s1, b), add(s2, c), add(s3, d)
-        x, w = x + SEGMENT * 4, w + SEGMENT * PANEL * 2
-    _put_row(sums, s0, s1, s2, s3)
-
-
-@inner()
-def _row_fp16(x: Any, w: Any, segments: Any, sums: Any) -> None:
-    """The same of float16."""
-    s0 = s1 = s2 = s3 = splat(F(0))
-    for _ in range(segments):
-        a = b = c = d = splat(F(0))
-        for k in range(SEGMENT):
-            v = splat(number(x, k))
-            at = k * PANEL
-            a, b = fma(v, load_float16(w, at), a), fma(v, load_float16(w, at + 16), b)
-            c, d = fma(v, load_float16(w, at + 32), c), fma(v, load_float16(w, at + 48), d)
-        s0, s1, s2, s3 = add(s0, a), add(s1, b), add(s2, c), add(s3, d)
-        x, w = x + SEGMENT * 4, w + SEGMENT * PANEL * 2
-    _put_row(sums, s0, s1, s2, s3)
-
-
-@inner()
 def _row_int8(x: Any, w: Any, scales: Any, step: Any, segments: Any, sums: Any) -> None:
-    """The same of int8, decoded in registers: two groups a segment, whose scales lie `step` bytes apart."""
+    """sums [64] = whole segments of one row x times a panel of int8; the scales of its groups lie `step` bytes apart."""
     s0 = s1 = s2 = s3 = splat(F(0))
     for _ in range(segments):
         a = b = c = d = splat(F(0))
@@ -244,25 +189,28 @@ def _put_row(sums: Any, a: Any, b: Any, c: Any, d: Any) -> None:
 
 @inner()
 def _one_row(x: Any, form: Any, codes: Any, scales: Any, lows: Any, inputs: Any, p: Any, sums: Any) -> Any:
-    """sums [64] = the whole segments of one row times panel p -> how many inputs that were."""
+    """sums [64] = one row times panel p, decoded in registers as it comes -> the inputs that this did: all of them or those of
+    whole segments; none of float32, which needs no decoding."""
     segments, groups = inputs // SEGMENT, (inputs + GROUP - 1) // GROUP
     base = p * inputs * PANEL
-    if form == FLOAT32:
-        _row_float32(x, codes + base * 4, segments, sums)
-    elif form == BF16:
-        _row_bf16(x, codes + base * 2, segments, sums)
-    elif form == FP16:
-        _row_fp16(x, codes + base * 2, segments, sums)
-    elif form == INT8:
+    if form in (BF16, FP16):
+        for k in range(0, inputs, SEGMENT):
+            here, w, count = x + k * 4, codes + (base + k * PANEL) * 2, min(SEGMENT, inputs - k)
+            if form == BF16:
+                _one_bf16(1, here, inputs, w, PANEL, count, sums, PANEL)
+            else:
+                _one_fp16(1, here, inputs, w, PANEL, count, sums, PANEL)
+        return inputs
+    if form == INT8:
         _row_int8(x, codes + base, scales + p * groups * PANEL * 2, PANEL * 2, segments, sums)
     elif form == INT8_ROW:
         _row_int8(x, codes + base, scales + p * PANEL * 2, 0, segments, sums)
-    else:
+    elif form == INT4:
         behind = p * groups * PANEL
         _row_int4(
             x, codes + behind * (GROUP // 8) * 4, scales + behind * 2, lows + behind * 2 if lows else lows, segments, sums
         )
-    return segments * SEGMENT
+    return 0 if form == FLOAT32 else segments * SEGMENT
 
 
 @inner()
@@ -309,10 +257,9 @@ def _block(
 ) -> None:  # fmt: skip
     """The product of rows row .. row + rows - 1 with panel p."""
     sums, decoded, done = scratch, scratch + MOST_ROWS * PANEL * 4, 0
+    vector(sums, rows * PANEL)[:] = F(0)
     if rows == 1:
         done = _one_row(x + row * inputs * 4, form, codes, scales, lows, inputs, p, sums)
-    else:
-        vector(sums, rows * PANEL)[:] = F(0)
     for k in range(done, inputs, SEGMENT):
         count, weights = min(SEGMENT, inputs - k), decoded
         if form == FLOAT32:

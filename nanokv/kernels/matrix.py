@@ -23,12 +23,13 @@ from nanokv.errors import UsageError
 
 PANEL = 64
 GROUP = 32
+PIECE = 1 << 18  # weights packed at once
 FORMATS = ("float32", "bf16", "fp16", "int8", "int4", "int8-row")
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """[N, K]. `codes` [P, K, 64] (int4: [P, ceil(K / 8), 64] words of eight inputs), `scales` and `lows` [P, G, 64] float16
+    """[N, K]. `codes` [P, K, 64] (int4: [P, 4 G, 64] words of eight inputs), `scales` and `lows` [P, G, 64] float16
     (int8-row: [P, 1, 64]).
 
     It stands where a model has an array of weights: it has a shape, a dtype (of its decoded weights) and a size in bytes,
@@ -103,11 +104,25 @@ _FROM_CODES = {
 
 
 def pack(weight: np.ndarray, form: str = "float32", name: str = "a weight matrix") -> Matrix:
-    """A float32 array [N, K] in one of FORMATS. UsageError for an unknown format, and for weights that a scale cannot hold
-    (not finite, or beyond float16's range), by `name`."""
+    """A float32 array [N, K] in one of FORMATS, some rows after others, so that little memory is taken on the way. UsageError
+    for an unknown format, and for weights that a scale cannot hold (not finite, or beyond float16's range), by `name`."""
     if form not in FORMATS:
         raise UsageError(f"unknown weight format {form!r}: choose one of {', '.join(FORMATS)}")
-    weight = np.ascontiguousarray(weight, dtype=np.float32)
+    weight = np.asarray(weight)
+    each = max(PANEL, PIECE // max(1, weight.shape[1]) // PANEL * PANEL)
+    planes: list[np.ndarray] = []
+    for begin in range(0, max(1, len(weight)), each):
+        piece = _packed(np.ascontiguousarray(weight[begin : begin + each], dtype=np.float32), form, name)
+        if len(piece) == len(weight):
+            return piece
+        planes = planes or [np.empty((-(-len(weight) // PANEL), *plane.shape[1:]), plane.dtype) for plane in piece.planes]
+        for plane, part in zip(planes, piece.planes, strict=True):
+            plane[begin // PANEL : begin // PANEL + len(part)] = part
+    return Matrix(form, weight.shape, *planes)
+
+
+def _packed(weight: np.ndarray, form: str, name: str) -> Matrix:
+    """pack(), all rows at once."""
     if form == "float32":
         return Matrix(form, weight.shape, to_panels(weight))
     if form == "bf16":

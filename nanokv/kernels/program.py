@@ -11,6 +11,7 @@ and that of the thread's scratch memory. It does one task, or, asked for task -1
 its address is first asked for.
 """
 
+from threading import Lock
 from typing import Any
 
 from llvmlite import ir
@@ -57,6 +58,7 @@ def _work(block: Any, scratch: Any, _: Any, thread: Any) -> Any:
 
 
 WORK = CFunction(_work)
+_TURN = Lock()  # of the machine's cores; and one of numba's threading layers ends a process in which two ask at once
 
 
 @jit(parallel=True, nogil=True)
@@ -66,5 +68,6 @@ def _run(threads: Any, function: Any, block: Any, scratch: Any) -> None:
 
 
 def run(threads: int, block: int, scratch: int) -> None:
-    """All operations of a program; `block` is the address of its arguments, in layout.py's order."""
-    _run(threads, WORK.address, block, scratch)
+    """All operations of a program, one program at a time; `block` is the address of its arguments, in layout.py's order."""
+    with _TURN:
+        _run(threads, WORK.address, block, scratch)

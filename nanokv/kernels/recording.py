@@ -6,6 +6,7 @@ run: its arrays have room for the most.
 Symbols as in nanokv/kernels/rows.py and attention.py.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from nanokv.backend import address_of
+from nanokv.errors import UsageError
 from nanokv.kernels import layout
 from nanokv.kernels.attention import attend_rows, attend_tiles, attention_words, combine_runs
 from nanokv.kernels.compiling import CFunction
@@ -37,13 +39,14 @@ Place = np.ndarray | int  # an array or an address inside one
 @dataclass(frozen=True)
 class Tables:
     """What attention and append look up in a run, one for all layers: see layout.py. Runs of few rows come first in a set;
-    `listed` are their tiles, `owner` the runs of those, `most` the rows of the longest."""
+    `listed` are their tiles, `owner` the runs of those, `places` where a run's begin there, `most` the rows of the longest."""
 
     positions: np.ndarray = field(default_factory=lambda: np.zeros((0,), I))  # [R]
     sets: np.ndarray = field(default_factory=lambda: np.zeros((1, layout.SET_COLUMNS), I))
     runs: np.ndarray = field(default_factory=lambda: np.zeros((0, layout.RUN_COLUMNS), I))
     listed: np.ndarray = field(default_factory=lambda: np.zeros((0,), I))  # [n]
     owner: np.ndarray = field(default_factory=lambda: np.zeros((0,), I))  # [n]
+    places: np.ndarray = field(default_factory=lambda: np.zeros((0,), I))  # [runs]
     tiles: np.ndarray = field(default_factory=lambda: np.zeros((0, layout.TILE_COLUMNS), I))
     sources: np.ndarray = field(default_factory=lambda: np.zeros((1, 0, 7), I))  # [L, S, 7]
     which: np.ndarray = field(default_factory=lambda: np.zeros((0,), I))  # [N]
@@ -56,28 +59,30 @@ class Tables:
 
 def arranged(groups: Sequence[np.ndarray], alike: Sequence[int], **others: Any) -> Tables:
     """Tables from groups of runs, in any order, whose tiles lie among all `tiles`; a set for each of `alike`: its group."""
-    sets, runs, most, count = np.zeros((len(groups), layout.SET_COLUMNS), I), [], 0, 0
+    sets, runs, most = np.zeros((len(groups), layout.SET_COLUMNS), I), [], 0
     listed: list[int] = []
     owner: list[int] = []
+    places: list[int] = []
     for line, group in zip(sets, groups, strict=True):
         rows = group[:, layout.END] - group[:, layout.BEGIN]
         few = rows <= layout.FEW
-        line[layout.FEW_RUNS], line[layout.FEW_TILES] = count, len(listed)
+        line[layout.FEW_RUNS], line[layout.FEW_TILES] = len(places), len(listed)
         for each in group[few].tolist():
             tiles = range(each[layout.FIRST], each[layout.LAST])
+            owner += [len(places)] * len(tiles)
+            places.append(len(listed))
             listed += tiles
-            owner += [count] * len(tiles)
-            count += 1
-        line[layout.MANY_RUNS], line[layout.TILES_END] = count, len(listed)
+        line[layout.MANY_RUNS], line[layout.TILES_END] = len(places), len(listed)
         most = max(most, int(rows[few].max(initial=0)))
         runs += [group[few], group[~few]]
-        count += len(group) - int(few.sum())
-        line[layout.SET_END] = count
+        places += [-1] * int((~few).sum())
+        line[layout.SET_END] = len(places)
     return Tables(
         sets=sets[list(alike)],
         runs=np.concatenate(runs),
         listed=np.array(listed, I),
         owner=np.array(owner, I),
+        places=np.array(places, I),
         most=most,
         **others,
     )
@@ -98,8 +103,8 @@ class Program:
         assert all(array.flags.c_contiguous and array.dtype in (F, I) for array in arrays)
         self.kept += arrays
         line = [address_of(each) if isinstance(each, np.ndarray) else int(each) for each in numbers]
-        bits = int(np.float32(real).view(np.int32))
-        self.lines.append([kernel.address, 0, *line, *[0] * (layout.REAL - layout.FIRST_OWN - len(line)), bits])
+        empty = [0] * (layout.REAL - layout.FIRST_OWN - len(line))
+        self.lines.append([kernel.address, 0, *line, *empty, _bits(real)])
         return len(self.lines) - 1
 
     def linear(self, x: np.ndarray, matrix: Matrix, bias: np.ndarray | None, out: np.ndarray, adds: bool = False) -> int:
@@ -107,37 +112,41 @@ class Program:
         outputs, inputs = matrix.shape
         self.kept.append(matrix)
         self.words = max(self.words, linear_words())
-        form, more = FORMATS.index(matrix.form), 0 if bias is None else _constant(bias)
+        form, more = FORMATS.index(matrix.form), 0 if bias is None else _vector(bias, outputs)
+        x, out = _rows(x, inputs), _rows(out, outputs)
         return self._write(linear_kernel, x, form, *matrix.addresses, more, adds, out, inputs, outputs)
 
     def rms_norm(
         self, x: Place, weight: np.ndarray, eps: float, out: np.ndarray, heads: int = 1, stride: int | None = None
     ) -> None:
         """x [R, H, K] with rows `stride` elements apart -> out [R, H, K]."""
-        width = len(weight)
+        width = out.shape[-1]
         self.words, gap = max(self.words, norm_words(width)), heads * width if stride is None else stride
-        self._write(rms_norm_kernel, x, gap, heads, _constant(weight), out, width, real=eps)
+        self._write(rms_norm_kernel, x, gap, heads, _vector(weight, width), out, width, real=eps)
 
     def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float, out: np.ndarray) -> None:
         """x, out [R, K]"""
-        self.words = max(self.words, norm_words(len(weight)))
-        self._write(layer_norm_kernel, len(weight), x, _constant(weight), _constant(bias), out, real=eps)
+        width = out.shape[-1]
+        self.words = max(self.words, norm_words(width))
+        x, weight, bias = _rows(x, width), _vector(weight, width), _vector(bias, width)
+        self._write(layer_norm_kernel, width, x, weight, bias, out, real=eps)
 
     def gelu(self, x: np.ndarray, out: np.ndarray, width: int, by_erf: bool) -> None:
         """x, out [R, I]; by the error function, or by tanh."""
         self.words = max(self.words, 16)
-        self._write(gelu_kernel, width, x, out, by_erf)
+        self._write(gelu_kernel, width, _rows(x, width), _rows(out, width), by_erf)
 
     def swiglu(self, gate_up: np.ndarray, out: np.ndarray, inner: int) -> None:
         """gate_up [R, 2 I] -> out [R, I]"""
         self.words = max(self.words, 16)
-        self._write(swiglu_kernel, inner, gate_up, out)
+        self._write(swiglu_kernel, inner, _rows(gate_up, 2 * inner), _rows(out, inner))
 
     def rotate(
         self, x: Place, heads: int, dim: int, cos: np.ndarray, sin: np.ndarray, adjacent: bool, out: np.ndarray,
         stride: int | None = None,
     ) -> int:  # fmt: skip
         """x [R, H, D] with rows `stride` elements apart, cos, sin [R, D / 2] -> out [R, H, D]; its place in the list."""
+        cos, sin, out = _rows(cos, dim // 2), _rows(sin, dim // 2), _rows(out, heads * dim)
         return self._write(rotate_kernel, x, heads * dim if stride is None else stride, heads, dim, cos, sin, adjacent, out)
 
     def embed(
@@ -145,8 +154,9 @@ class Program:
     ) -> None:
         """tokens [R] int64, a matrix [V, E] -> out [R, E]; plus the rows of `places` [., E] at positions [R]."""
         self.kept.append(matrix)
-        form, table = FORMATS.index(matrix.form), 0 if places is None else _constant(places)
-        self._write(embed_kernel, matrix.shape[1], tokens, form, *matrix.addresses, table, positions, out)
+        form, width = FORMATS.index(matrix.form), matrix.shape[1]
+        table = 0 if places is None else _constant(_rows(places, width))
+        self._write(embed_kernel, width, tokens, form, *matrix.addresses, table, positions, _rows(out, width))
 
     def append(
         self, x: Place, heads: int, dim: int, slots: np.ndarray, layer: int, values: bool, stride: int | None = None
@@ -164,7 +174,7 @@ class Program:
         both = strides or (heads * group * dim,) * 2
         common = q, both[0], q_sinks, both[1], layer, which, *shape
         self._write(attend_tiles, *common, real=scale)
-        self._write(combine_runs, which, *shape, out)
+        self._write(combine_runs, which, *shape, _rows(out, heads * group * dim))
         self._write(attend_rows, *common, out, real=scale)
 
     def ready(self) -> "Ready":
@@ -172,9 +182,26 @@ class Program:
         return Ready(self)
 
 
+def _bits(real: float) -> int:
+    """Of a float32."""
+    return int(np.float32(real).view(np.int32))
+
+
 def _constant(array: np.ndarray) -> np.ndarray:
     """What a kernel only reads, as it takes it: the array itself, or a copy."""
-    return np.ascontiguousarray(array, dtype=F)
+    return np.require(array, F, ["C_CONTIGUOUS", "ALIGNED"])
+
+
+def _rows(array: np.ndarray, width: int) -> np.ndarray:
+    """The array, whose rows are of `width` numbers. UsageError where they are not: a kernel would go past its end."""
+    if math.prod(array.shape[1:]) != width:
+        raise UsageError(f"rows of {math.prod(array.shape[1:])} numbers where {width} are needed")
+    return array
+
+
+def _vector(array: np.ndarray, width: int) -> np.ndarray:
+    """A constant [1, width] of what must be [width]."""
+    return _constant(_rows(array[None], width))
 
 
 class Ready:
@@ -200,23 +227,21 @@ class Ready:
         self._program[:, layout.ROWS] = rows
         self._program[list(skip), layout.ROWS] = 0
         self._counters[:] = 0
-        steps = len(self._program)
-        block[[layout.STEPS, layout.NUM_ROWS, layout.NUM_SETS, layout.NUM_RUNS, layout.NUM_LISTED, layout.NUM_TILES]] = (
-            steps, len(tables.positions), len(tables.sets), len(tables.runs), len(tables.listed), len(tables.tiles)
-        )  # fmt: skip
-        block[layout.THREADS], block[layout.NUM_SOURCES], block[layout.UNIT_SIZE] = (
-            threads,
-            tables.sources.shape[1],
-            tables.unit_size,
-        )
-        block[layout.FIXED] = int(np.float32(tables.fixed).view(np.int32))
+        for column, number in (
+            (layout.STEPS, len(self._program)), (layout.THREADS, threads), (layout.NUM_ROWS, len(tables.positions)),
+            (layout.NUM_SETS, len(tables.sets)), (layout.NUM_RUNS, len(tables.runs)), (layout.NUM_LISTED, len(tables.listed)),
+            (layout.NUM_TILES, len(tables.tiles)), (layout.NUM_SOURCES, tables.sources.shape[1]),
+            (layout.UNIT_SIZE, tables.unit_size), (layout.FIXED, _bits(tables.fixed)),
+        ):  # fmt: skip
+            block[column] = number
         for column, array in (
-            (layout.POSITIONS, tables.positions), (layout.HOMES, tables.homes),
-            (layout.SETS, tables.sets), (layout.RUNS, tables.runs), (layout.LISTED, tables.listed),
+            (layout.POSITIONS, tables.positions), (layout.HOMES, tables.homes), (layout.SETS, tables.sets),
+            (layout.RUNS, tables.runs), (layout.PLACES, tables.places), (layout.LISTED, tables.listed),
             (layout.OWNER, tables.owner), (layout.TILES, tables.tiles), (layout.WHICH, tables.which),
             (layout.UNITS, tables.units), (layout.SOURCES, tables.sources),
         ):  # fmt: skip
             assert array.flags.c_contiguous
+            assert array.dtype == I
             block[column] = address_of(array)
         run(threads, address_of(block), address_of(self._scratch))
 
@@ -231,14 +256,11 @@ class Ready:
         if self._scratch.size < each * threads:
             self._scratch = np.empty(each * threads, F)
         lines, wide = tables.most * group, -(-dim // 64) * 64
-        partial = len(tables.tiles) * heads * lines
+        partial = len(tables.listed) * heads * lines
         if self._partial.size < partial * (wide + 2):
             self._partial = np.empty(partial * (wide + 2), F)
         o = address_of(self._partial)
         m = o + partial * wide * 4
         block = self._block
-        block[layout.SCRATCH_BYTES], block[layout.LINES], block[layout.PART_M : layout.PART_O + 1] = (
-            each * 4,
-            lines,
-            (m, m + partial * 4, o),
-        )
+        block[layout.SCRATCH_BYTES], block[layout.LINES] = each * 4, lines
+        block[layout.PART_M : layout.PART_O + 1] = m, m + partial * 4, o

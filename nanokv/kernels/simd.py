@@ -109,11 +109,19 @@ def _half(b: Any, bits: Any) -> Any:
     return b.bitcast(b.or_(b.select(finite, b.bitcast(value, _VI), special), sign), _VF)
 
 
-load = _loading(lambda b, address, element: _read(b, address, element, _F32))
-load_bfloat16 = _loading(
-    lambda b, address, element: b.bitcast(b.shl(b.zext(_read(b, address, element, _I16), _VI), _integers(16)), _VF)
-)
-load_float16 = _loading(lambda b, address, element: _half(b, b.zext(_read(b, address, element, _I16), _VI)))
+def float32(b: Any, address: Any, element: Any) -> Any:
+    return _read(b, address, element, _F32)
+
+
+def bfloat16(b: Any, address: Any, element: Any) -> Any:
+    return b.bitcast(b.shl(b.zext(_read(b, address, element, _I16), _VI), _integers(16)), _VF)
+
+
+def float16(b: Any, address: Any, element: Any) -> Any:
+    return _half(b, b.zext(_read(b, address, element, _I16), _VI))
+
+
+load, load_bfloat16, load_float16 = _loading(float32), _loading(bfloat16), _loading(float16)
 load_int8 = _loading(lambda b, address, element: b.sitofp(b.sext(_read(b, address, element, _I8), _VI), _VF))
 
 
@@ -281,72 +289,134 @@ def float_of_bits(_typing: Any, bits: Any) -> Any:
     return types.float32(types.int32), lambda _c, b, _s, args: b.bitcast(args[0], _F32)
 
 
-def product(rows: int, vectors: int, unroll: int = 4, continues: bool = False) -> Any:
-    """A compiled function (x, x_row, w, w_row, count, out, out_row): one segment of the product rule,
+def _by_rows(sizes: tuple[int, ...], write: Callable[[Any, int, list], None]) -> Any:
+    """A compiled function (left, x, x_row, w, w_row, count, out, out_row) of addresses and numbers: it does as many rows of the
+    `left` ones as the largest of `sizes` that is no more, and gives their number. `write` (b, rows, arguments from x on) emits
+    the code for one size, whose sums stay in registers; the last size is 1."""
+
+    @intrinsic
+    def segment(_typing: Any, left: Any, x: Any, x_row: Any, w: Any, w_row: Any, count: Any, out: Any, out_row: Any) -> Any:
+        def emit(_context: Any, b: Any, _signature: Any, args: Any) -> Any:
+            done, ways = b.append_basic_block("done"), []
+            for rows in sizes:
+                if rows > 1:
+                    here, other = b.append_basic_block("here"), b.append_basic_block("other")
+                    b.cbranch(b.icmp_signed(">=", args[0], ir.Constant(_I64, rows)), here, other)
+                    b.position_at_end(here)
+                write(b, rows, list(args[1:]))
+                ways.append((rows, b.block))
+                b.branch(done)
+                if rows > 1:
+                    b.position_at_end(other)
+            b.position_at_end(done)
+            taken = b.phi(_I64)
+            for rows, block in ways:
+                taken.add_incoming(ir.Constant(_I64, rows), block)
+            return taken
+
+        return types.intp(*[types.intp] * 8), emit
+
+    return segment
+
+
+def product(sizes: tuple[int, ...], vectors: int, unroll: int = 4, continues: bool = False, read: Callable = float32) -> Any:
+    """A function of _by_rows(): one segment of the product rule,
 
         out[r, n] += chain over k < count of fma(x[r, k], w[k, n], chain)     for r < rows, n < 16 * vectors
 
-    with float32 arrays at these addresses, whose rows are x_row, w_row and out_row elements apart. One that `continues` takes
-    the chain's beginning from out and leaves its end there: a segment whose weights lie in several places.
+    with arrays at these addresses, whose rows are x_row, w_row and out_row elements apart; all are float32 but w, which is as
+    `read` reads it. One that `continues` takes the chain's beginning from out and leaves its end there: a segment whose
+    weights lie in several places.
     """
 
-    @intrinsic
-    def segment(_typing: Any, x: Any, x_row: Any, w: Any, w_row: Any, count: Any, out: Any, out_row: Any) -> Any:
-        def emit(context: Any, b: Any, _signature: Any, args: Any) -> Any:
-            x, x_row, w, w_row, count, out, out_row = args
+    def write(b: Any, rows: int, args: list) -> None:
+        x, x_row, w, w_row, count, out, out_row = args
 
-            def steps(state: list, k: Any, many: int) -> list:
-                for u in range(many):
-                    at = b.add(k, ir.Constant(_I64, u))
-                    base = b.mul(at, w_row)
-                    weights = [_read(b, w, b.add(base, ir.Constant(_I64, v * LANES)), _F32) for v in range(vectors)]
-                    for r in range(rows):
-                        one = b.load(_pointer(b, x, b.add(b.mul(x_row, ir.Constant(_I64, r)), at), _F32, _F32))
-                        one.align = 4
-                        every = _splat(b, one)
-                        for v in range(vectors):
-                            here = r * vectors + v
-                            state[here] = _call(b, "llvm.fma.v16f32", _VF, every, weights[v], state[here])
-                return state
+        def steps(state: list, k: Any, many: int) -> list:
+            for u in range(many):
+                at = b.add(k, ir.Constant(_I64, u))
+                base = b.mul(at, w_row)
+                weights = [read(b, w, b.add(base, ir.Constant(_I64, v * LANES))) for v in range(vectors)]
+                for r in range(rows):
+                    one = b.load(_pointer(b, x, b.add(b.mul(x_row, ir.Constant(_I64, r)), at), _F32, _F32))
+                    one.align = 4
+                    every = _splat(b, one)
+                    for v in range(vectors):
+                        here = r * vectors + v
+                        state[here] = _call(b, "llvm.fma.v16f32", _VF, every, weights[v], state[here])
+            return state
 
-            def loop(state: list, begin: Any, end: Any, many: int) -> list:
-                entry, body, after = b.block, b.append_basic_block("body"), b.append_basic_block("after")
-                b.cbranch(b.icmp_signed("<", begin, end), body, after)
-                b.position_at_end(body)
-                k, carried = b.phi(_I64), [b.phi(_VF) for _ in state]
-                new = steps(list(carried), k, many)
-                following = b.add(k, ir.Constant(_I64, many))
-                for phi, start, value in zip([k, *carried], [begin, *state], [following, *new], strict=True):
-                    phi.add_incoming(start, entry)
-                    phi.add_incoming(value, b.block)
-                end_of_body = b.block
-                b.cbranch(b.icmp_signed("<", following, end), body, after)
-                b.position_at_end(after)
-                results = []
-                for start, value in zip(state, new, strict=True):
-                    result = b.phi(_VF)
-                    result.add_incoming(start, entry)
-                    result.add_incoming(value, end_of_body)
-                    results.append(result)
-                return results
+        def loop(state: list, begin: Any, end: Any, many: int) -> list:
+            entry, body, after = b.block, b.append_basic_block("body"), b.append_basic_block("after")
+            b.cbranch(b.icmp_signed("<", begin, end), body, after)
+            b.position_at_end(body)
+            k, carried = b.phi(_I64), [b.phi(_VF) for _ in state]
+            new = steps(list(carried), k, many)
+            following = b.add(k, ir.Constant(_I64, many))
+            for phi, start, value in zip([k, *carried], [begin, *state], [following, *new], strict=True):
+                phi.add_incoming(start, entry)
+                phi.add_incoming(value, b.block)
+            end_of_body = b.block
+            b.cbranch(b.icmp_signed("<", following, end), body, after)
+            b.position_at_end(after)
+            results = []
+            for start, value in zip(state, new, strict=True):
+                result = b.phi(_VF)
+                result.add_incoming(start, entry)
+                result.add_incoming(value, end_of_body)
+                results.append(result)
+            return results
 
-            places = [
-                b.add(b.mul(out_row, ir.Constant(_I64, r)), ir.Constant(_I64, v * LANES))
-                for r in range(rows)
-                for v in range(vectors)
-            ]
-            begin = [_read(b, out, place, _F32) if continues else _constant(0.0) for place in places]
-            whole = b.and_(count, ir.Constant(_I64, -unroll))
-            state = loop(begin, ir.Constant(_I64, 0), whole, unroll)
-            state = loop(state, whole, count, 1)
-            for place, chain in zip(places, state, strict=True):
-                value = chain if continues else b.fadd(_read(b, out, place, _F32), chain)
-                b.store(value, _pointer(b, out, place, _F32, _VF)).align = 4
-            return context.get_dummy_value()
+        places = [
+            b.add(b.mul(out_row, ir.Constant(_I64, r)), ir.Constant(_I64, v * LANES))
+            for r in range(rows)
+            for v in range(vectors)
+        ]
+        begin = [_read(b, out, place, _F32) if continues else _constant(0.0) for place in places]
+        whole = b.and_(count, ir.Constant(_I64, -unroll))
+        state = loop(begin, ir.Constant(_I64, 0), whole, unroll)
+        state = loop(state, whole, count, 1)
+        for place, chain in zip(places, state, strict=True):
+            value = chain if continues else b.fadd(_read(b, out, place, _F32), chain)
+            b.store(value, _pointer(b, out, place, _F32, _VF)).align = 4
 
-        return types.void(*[types.intp] * 7), emit
+    return _by_rows(sizes, write)
 
-    return segment
+
+def dots(sizes: tuple[int, ...]) -> Any:
+    """A function of _by_rows(): one segment of the product rule with the weights turned in registers,
+
+        out[r, t] += chain over d < count of fma(x[r, d], w[t, d], chain)     for r < rows, t < 16
+
+    with float32 arrays at these addresses, whose rows are x_row, w_row and out_row elements apart; count is a multiple of 16.
+    """
+
+    def write(b: Any, rows: int, args: list) -> None:
+        x, x_row, keys, key_row, count, out, out_row = args
+        entry, body, after = b.block, b.append_basic_block("body"), b.append_basic_block("after")
+        b.branch(body)
+        b.position_at_end(body)
+        d, chains = b.phi(_I64), [b.phi(_VF) for _ in range(rows)]
+        lines = [_read(b, keys, b.add(b.mul(key_row, ir.Constant(_I64, i)), d), _F32) for i in range(LANES)]
+        new = list(chains)
+        for j, column in enumerate(_turned(b, lines)):
+            at = b.add(d, ir.Constant(_I64, j))
+            for r in range(rows):
+                one = b.load(_pointer(b, x, b.add(b.mul(x_row, ir.Constant(_I64, r)), at), _F32, _F32))
+                new[r] = _call(b, "llvm.fma.v16f32", _VF, _splat(b, one), column, new[r])
+        following = b.add(d, ir.Constant(_I64, LANES))
+        begins = [ir.Constant(_I64, 0), *[_constant(0.0)] * rows]
+        for phi, start, value in zip([d, *chains], begins, [following, *new], strict=True):
+            phi.add_incoming(start, entry)
+            phi.add_incoming(value, b.block)
+        b.cbranch(b.icmp_signed("<", following, count), body, after)
+        b.position_at_end(after)
+        for r, chain in enumerate(new):
+            place = b.mul(out_row, ir.Constant(_I64, r))
+            total = b.fadd(_read(b, out, place, _F32), chain)
+            b.store(total, _pointer(b, out, place, _F32, _VF)).align = 4
+
+    return _by_rows(sizes, write)
 
 
 @intrinsic
@@ -418,57 +488,3 @@ def rest(_typing: Any, give_way: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.boolean), emit
-
-
-@intrinsic
-def prefetch(_typing: Any, address: Any) -> Any:
-    """Asks for a line of memory that will be read soon."""
-
-    def emit(context: Any, b: Any, _signature: Any, args: Any) -> Any:
-        pointer = b.inttoptr(args[0], _I8.as_pointer())
-        _call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, *(ir.Constant(_I32, n) for n in (0, 2, 1)))
-        return context.get_dummy_value()
-
-    return types.void(types.intp), emit
-
-
-def dots(rows: int) -> Any:
-    """A compiled function (x, x_row, keys, key_row, count, out, out_row): one segment of the product rule with the weights
-    turned in registers,
-
-        out[r, t] += chain over d < count of fma(x[r, d], keys[t, d], chain)     for r < rows, t < 16
-
-    with float32 arrays at these addresses, whose rows are x_row, key_row and out_row elements apart; count is a multiple of 16.
-    """
-
-    @intrinsic
-    def segment(_typing: Any, x: Any, x_row: Any, k: Any, k_row: Any, count: Any, out: Any, out_row: Any) -> Any:
-        def emit(context: Any, b: Any, _signature: Any, args: Any) -> Any:
-            x, x_row, keys, key_row, count, out, out_row = args
-            entry, body, after = b.block, b.append_basic_block("body"), b.append_basic_block("after")
-            b.branch(body)
-            b.position_at_end(body)
-            d, chains = b.phi(_I64), [b.phi(_VF) for _ in range(rows)]
-            lines = [_read(b, keys, b.add(b.mul(key_row, ir.Constant(_I64, i)), d), _F32) for i in range(LANES)]
-            new = list(chains)
-            for j, column in enumerate(_turned(b, lines)):
-                at = b.add(d, ir.Constant(_I64, j))
-                for r in range(rows):
-                    one = b.load(_pointer(b, x, b.add(b.mul(x_row, ir.Constant(_I64, r)), at), _F32, _F32))
-                    new[r] = _call(b, "llvm.fma.v16f32", _VF, _splat(b, one), column, new[r])
-            following = b.add(d, ir.Constant(_I64, LANES))
-            begins = [ir.Constant(_I64, 0), *[_constant(0.0)] * rows]
-            for phi, start, value in zip([d, *chains], begins, [following, *new], strict=True):
-                phi.add_incoming(start, entry)
-                phi.add_incoming(value, b.block)
-            b.cbranch(b.icmp_signed("<", following, count), body, after)
-            b.position_at_end(after)
-            for r, chain in enumerate(new):
-                place = b.mul(out_row, ir.Constant(_I64, r))
-                total = b.fadd(_read(b, out, place, _F32), chain)
-                b.store(total, _pointer(b, out, place, _F32, _VF)).align = 4
-            return context.get_dummy_value()
-
-        return types.void(*[types.intp] * 7), emit
-
-    return segment

@@ -31,6 +31,11 @@ class Pages:
         """What the sequences of one call must have in common."""
         return self.storage.unit_size, self.storage.fixed
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """H and D."""
+        return self.storage.k[0].shape[3], self.storage.head_dim
+
     def table(self) -> np.ndarray:
         """A line of layout.py's columns for each tile, the own one last."""
         count = len(self.numbers)

@@ -151,7 +151,7 @@ def fast_bound(params: GPT2Params, x: Array) -> Array:
 def sizes(config: GPT2Config) -> Sizes:
     """What a room for this model is made for."""
     shape = config.num_heads, config.num_kv_heads, config.head_dim
-    return Sizes(config.num_layers, config.width, *shape, config.inner, turned=False)
+    return Sizes(config.num_layers, config.width, *shape, config.inner, config.inner, turned=False)
 
 
 def write_layers(params: GPT2Params, program: "Program", room: Room) -> list[int]:

@@ -185,7 +185,7 @@ def _has_sinks(cache: Cache | Batch, rows: int) -> bool:
 def sizes(config: LlamaConfig) -> Sizes:
     """What a room for this model is made for."""
     shape = config.num_heads, config.num_kv_heads, config.head_dim
-    return Sizes(config.num_layers, config.width, *shape, 2 * config.inner, turned=True)
+    return Sizes(config.num_layers, config.width, *shape, 2 * config.inner, config.inner, turned=True)
 
 
 def write_layers(params: LlamaParams, program: "Program", room: Room) -> list[int]:

@@ -25,20 +25,22 @@ if TYPE_CHECKING:
     from nanokv.kernels.recording import Program
 
 LEAST_ROWS = 16
+KEPT_ROWS = 1024  # a longer step makes its program anew, in some milliseconds, and gives the memory back
 F, I = np.float32, np.int64  # noqa: E741
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a model's rooms are made for. `widest`: numbers a row between the two products of an MLP; `turned`: whether queries
-    and keys are rotated."""
+    """What a model's rooms are made for. `wide` and `inner`: what the two products of a feed-forward give and take;
+    `turned`: whether queries and keys are rotated."""
 
     layers: int
     width: int
     heads: int
     kv_heads: int
     dim: int
-    widest: int
+    wide: int
+    inner: int
     turned: bool
 
 
@@ -65,9 +67,10 @@ class Room:
 
         heads, kv_heads, dim = sizes.heads, sizes.kv_heads, sizes.dim
         self.rows, self.told, self._on_host = rows, told, xp is np
+        self.layers, self.cached = sizes.layers, (kv_heads, dim)
         self.x, self.h = floats(sizes.width), floats(sizes.width)
         self.qkv, self.mixed = floats(heads + 2 * kv_heads, dim), floats(heads, dim)
-        self.wide, self.inner = floats(sizes.widest), floats(sizes.widest)
+        self.wide, self.inner = floats(sizes.wide), floats(sizes.inner)
         self.q, self.q_sinks, self.k, self.normed_k = (
             floats(each if sizes.turned else 0, dim) for each in (heads, heads, kv_heads, kv_heads)
         )
@@ -108,7 +111,7 @@ class Recorded:
         from numba import get_num_threads
 
         rows, told = len(tokens), self.room.told
-        found = step_tables(cache, positions, len(turns) > 2)
+        found = step_tables(cache, positions, len(turns) > 2, self.room.layers, self.room.cached)
         if found is None:
             return None
         tables, slots = found
@@ -131,7 +134,7 @@ class RecordedHead:
 
         self.rows, self._outputs = rows, len(head)
         self._x, self._h = np.empty((rows, head.shape[1]), F), np.empty((rows, head.shape[1]), F)
-        program, no_logits = Program(), np.empty(0, F)
+        program, no_logits = Program(), np.empty((0, len(head)), F)
         write_norm(program, self._x, self._h)
         self._last = program.linear(self._h, head, None, no_logits)
         self._program, self._lock = program.ready(), Lock()
@@ -158,6 +161,8 @@ class Recordable:
 
     def recorded(self, rows: int, record: Callable[[Any, int], Made]) -> Made:
         """What `record` makes for that many rows, the one of before if it has room."""
+        if rows > KEPT_ROWS:
+            return record(self, rows)
         programs = self.__dict__.setdefault("_programs", {})
         found = programs.get(record)
         if found is None or found.rows < rows:
