@@ -69,13 +69,13 @@ def machine(threads: int) -> Calls:
 
     start(threads)
     rows, depth, times = 6, 1024, 4000
-    block = product((rows,), 4)
+    block = product((rows, 1), 4)
 
     @njit(parallel=True)  # type: ignore[untyped-decorator]
     def multiply(x: Any, w: Any, out: Any) -> None:
         for thread in prange(len(x)):
             for _ in range(times):
-                block(x[thread].ctypes.data, depth, w[thread].ctypes.data, 64, depth, out[thread].ctypes.data, 64)
+                block(rows, x[thread].ctypes.data, depth, w[thread].ctypes.data, 64, depth, out[thread].ctypes.data, 64)
 
     x, w = np.ones((threads, rows, depth), np.float32), np.ones((threads, depth, 64), np.float32)
     out = np.zeros((threads, rows, 64), np.float32)
