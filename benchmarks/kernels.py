@@ -23,7 +23,7 @@ from nanokv.kernels.choice import PackedMemory, physical_cores, start
 from nanokv.kv.contiguous import ContiguousCache
 from nanokv.kv.paged import PagedPool
 from nanokv.kv.tile import Batch
-from nanokv.measure import blas, read_bandwidth
+from nanokv.measure import blas, read_bandwidth, seconds
 from nanokv.models import gpt2, llama
 from nanokv.models.config import known_shapes
 from nanokv.numerics import COMPILED, linear
@@ -359,34 +359,31 @@ CONTEXTS = tuple(128 << i for i in range(7))
 
 
 def growing(threads: int) -> Calls:
-    """A decoded token of GPT-2's shape at each of CONTEXTS."""
+    """A decoded token of GPT-2's shape after each of CONTEXTS, in a cache of its own."""
     start(threads)
     _, packed = gpt2_shape(CONTEXTS[-1] + 1)
-    cache = contiguous(packed.config, CONTEXTS[-1] + 1)
     tokens = np.random.default_rng(0).integers(0, packed.config.vocab_size, CONTEXTS[-1])
+    caches = {context: contiguous(packed.config, context + 1) for context in CONTEXTS}
+    for context, cache in caches.items():
+        for begin in range(0, context, 512):
+            part = tokens[begin : min(context, begin + 512)]
+            gpt2.hidden_states(packed, part, cache, numerics=COMPILED)
 
     def step(context: int) -> float:
-        import time
+        def token() -> None:
+            gpt2.forward(packed, tokens[:1], caches[context], numerics=COMPILED)
+            caches[context].truncate(context)
 
-        while cache.length < context:
-            part = tokens[cache.length : min(context, cache.length + 512)]
-            gpt2.forward(packed, part, cache, rows=slice(-1, None), numerics=COMPILED)
-        times = []
-        for _ in range(7):
-            cache.truncate(context)
-            begin = time.perf_counter()
-            gpt2.forward(packed, tokens[:1], cache, numerics=COMPILED)
-            times.append(time.perf_counter() - begin)
-        cache.truncate(context)
-        return float(np.median(times))
+        return seconds(token, 5)
 
     return {f"{context}": lambda context=context: step(context) for context in CONTEXTS}  # type: ignore[misc]
 
 
-def growth(threads: int, per_byte: float) -> Iterator[Row]:
+def growth(repeat: int, threads: int, per_byte: float) -> Iterator[Row]:
     """Decode time against context: the slope of a line, against the bytes of K and V that a token adds."""
     with contenders(ours=(growing, threads)) as made:
-        times = [made["ours"].seconds(f"{context}") for context in CONTEXTS]
+        rounds = [[made["ours"].seconds(f"{context}") for context in CONTEXTS] for _ in range(3 * repeat)]
+    times = np.median(rounds, axis=0)
     for context, taken in zip(CONTEXTS, times, strict=True):
         yield f"decode at context {context}", f"{taken * 1e3:.2f} ms", ""
     slope, first = np.polyfit(CONTEXTS, times, 1)
@@ -436,7 +433,7 @@ def main() -> None:
         "gpt2": lambda: against_transformers(args.repeat, args.threads, per_byte, points),
         "paged": lambda: paged_against_contiguous(args.repeat, args.threads),
         "blas": lambda: against_blas(args.repeat, args.threads),
-        "growth": lambda: growth(args.threads, per_byte),
+        "growth": lambda: growth(args.repeat, args.threads, per_byte),
         "llama": lambda: against_llama_cpp(args.repeat, args.threads, args.smollm2, points) if args.smollm2 else iter(()),
     }
     print("| | reached | bar |\n|---|---|---|")

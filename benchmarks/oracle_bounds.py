@@ -65,7 +65,7 @@ def of_caches(numerics: Numerics, codec_name: str) -> Run:
         held, outs = [], []
         for q, k, v, *_ in raw:
             q = q[-(1 + (len(k) - 1) % TILE) :]  # rows of one tile: what they read of int4's is the same
-            held.append(Values(q, *_held(_new_cache(rng, codec, spec, CAUSAL), k, v), None, None))
+            held.append(Values(q, *_held(_new_cache(rng, codec, spec, CAUSAL), codec, k, v), None, None))
             cache = _new_cache(rng, codec, spec, Visibility(spec.window) if spec.window else CAUSAL)
             before = len(k) - len(q)
             _store(cache, k[:before], v[:before])
@@ -128,14 +128,16 @@ def _store(cache: ContiguousCache | PagedCache, k: np.ndarray, v: np.ndarray) ->
         cache.commit()
 
 
-def _held(cache: ContiguousCache | PagedCache, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What the last token reads of k and v [S, Hkv, D] from a cache, as its codec gives them back."""
-    _store(cache, k, v)
+def _held(cache: ContiguousCache | PagedCache, codec: Codec, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What the last token reads of k and v [S, Hkv, D] from a cache, as its codec gives them back; its own tile as it is, where
+    a codec leaves that in full precision."""
+    stored = (len(k) - 1) // TILE * TILE if codec.own_tile else len(k)
+    _store(cache, k[:stored], v[:stored])
     tiles = sorted(cache.tiles(0, (len(k) - 1) // TILE), key=lambda each: each.first)
     planes = (
         np.concatenate([x.reshape(-1, *k.shape[1:]) for x in each]) for each in zip(*((t.k, t.v) for t in tiles), strict=True)
     )
-    k_held, v_held = (x[: len(k)] for x in planes)
+    k_held, v_held = (np.concatenate([x[:stored], raw[stored:]]) for x, raw in zip(planes, (k, v), strict=True))
     return k_held, v_held
 
 
