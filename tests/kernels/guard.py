@@ -21,22 +21,23 @@ Runner = Callable[[int, int, int], None]
 def guarded(runner: Runner = program.run) -> Iterator[list[int]]:
     """All programs from now on, run by `runner` (threads, block, scratch); gives the list of what they were run on."""
     make_room, ran = recording.Ready._make_room, []
-    last: list[recording.Ready] = []
+    memory: list[np.ndarray] = []  # scratch and partial results of the run that comes next
 
     def make_guarded_room(ready: recording.Ready, tables: recording.Tables, threads: int) -> None:
         make_room(ready, tables, threads)
         block = ready._block
-        each = int(block[layout.SCRATCH_BYTES]) // 4 + GUARD
-        ready._scratch, block[layout.SCRATCH_BYTES] = _filled(each * threads), each * 4
+        each = int(block[layout.SCRATCH_BYTES]) // 4
+        assert ready._scratch.size >= each * threads
+        block[layout.SCRATCH_BYTES] = (each + GUARD) * 4
         m, l, o = (int(block[part]) for part in (layout.PART_M, layout.PART_L, layout.PART_O))  # noqa: E741
-        ready._partial = _filled((l - o + l - m) // 4 + GUARD)
-        block[[layout.PART_M, layout.PART_L, layout.PART_O]] += address_of(ready._partial) - o
-        last[:] = [ready]
+        partial = (l - o + l - m) // 4
+        assert ready._partial.size >= partial
+        memory[:] = _filled((each + GUARD) * threads), _filled(partial + GUARD)
+        block[[layout.PART_M, layout.PART_L, layout.PART_O]] += address_of(memory[1]) - o
 
     def run(threads: int, block: int, scratch: int) -> None:
-        runner(threads, block, scratch)
-        guards = [part[-GUARD:] for part in np.split(last[0]._scratch, threads)]
-        for guard in (*guards, last[0]._partial[-GUARD:]):
+        runner(threads, block, address_of(memory[0]))
+        for guard in (part[-GUARD:] for part in (*np.split(memory[0], threads), memory[1])):
             assert np.all(guard.view(np.uint32) == UNTOUCHED), "a kernel wrote behind its memory"
         ran.append(threads)
 
