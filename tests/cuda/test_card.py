@@ -121,6 +121,7 @@ def test_a_captured_step_gives_the_bits_of_forward(meter, family, kv_dtype, wind
             cache.commit()
         assert np.array_equal(step.logits.get()[:3], expected)
         assert np.array_equal(step.chosen.get()[:3], expected.argmax(axis=1))
+    assert not any(plane.data[:, 0].view(np.uint8).any() for plane in pools[1].storage.planes)  # rows of nobody wrote nothing
 
 
 def test_a_step_refuses_what_it_cannot_hold(meter):

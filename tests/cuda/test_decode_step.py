@@ -80,6 +80,7 @@ def test_an_engine_on_the_card_gives_what_it_gives_on_the_host(meter, family, kv
         for _ in engine.stream():
             pass
         stats = engine.stats
+        assert not any(to_numpy(plane[:, 0]).view(np.uint8).any() for plane in engine.pool.storage.planes)  # the null block
         results.append([
             [(run.tokens, run.text, run.finish_reason, run.logprobs) for run in runs],
             (stats.steps, stats.preemptions, stats.prefix_hit_tokens, stats.peak_blocks, engine.pool.blocks.num_free),
@@ -110,6 +111,8 @@ def test_a_generation_decodes_by_one_graph(meter, spec, activation):
         runs = [model.generate(prompt, **options, **more) for model in (host, card)]
         assert runs[0].tokens == runs[1].tokens
         assert runs[0].logprobs == runs[1].logprobs
+        assert len(runs[1].logprobs) == 9 * ("logprobs" in more)
+        assert (runs[1].tokens == expected) == ("logprobs" in more)
     assert meter.read()["graphs"] == 3 * 7
 
 
@@ -134,7 +137,8 @@ def test_logits_outlive_the_next_step(meter):
     for model in (host, card):
         pool = model.new_pool(20, CacheSpec("paged", 16))
         batches.append(Batch([(pool.new_sequence(), 1) for _ in range(3)]))
-        kept.append([model.forward([token, 5, 9], batches[-1], [2, 0]) for token in range(4)])
+        rows = [2, 0], slice(None), [0, 1, 2], slice(-1, None)
+        kept.append([model.forward([token, 5, 9], batches[-1], each) for token, each in enumerate(rows)])
     assert all(np.array_equal(one, other.get()) for one, other in zip(*kept, strict=True))
     assert np.array_equal(*(model.best([1, 2, 3], batch, [2, 1]) for model, batch in zip((host, card), batches, strict=True)))
     assert meter.read()["graphs"] == 4
