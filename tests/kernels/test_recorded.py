@@ -136,7 +136,7 @@ def alike(one, other):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("spec", [CacheSpec(), CacheSpec("paged", 16)], ids=["contiguous", "paged"])
 def test_layers_that_see_unlike_have_their_own_tables(name, spec):
-    """The first and the last of three see 40 keys, of which a contiguous cache keeps a ring, which turns; the other sees all."""
+    """The first and the last of three see 40 keys, of which a contiguous cache keeps a ring that turns; the other sees all."""
     config = replace(SHAPES[name], num_layers=3, num_positions=CAPACITY, **({"windows": ()} if name == "llama" else {}))
     params = fit_for(module_for(config).random_params(config, 1, scale=0.2), COMPILED)
     own = [Visibility(40), Visibility(), Visibility(40)]
