@@ -182,6 +182,18 @@ def test_attention_is_the_oracles(seed, length, heads, dim, visibility, draw):
     assert np.allclose(whole, truth, rtol=0, atol=1e-5)  # values are of the size of one, weights add up to one
 
 
+@pytest.mark.parametrize("dim", [16, 64, 100])
+@pytest.mark.parametrize("rows", [1, 8, 9, 128])
+def test_many_heads_have_the_memory_they_need(rows, dim):
+    """Where what the heads of all rows take is more than a tile takes."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((128, heads, dim)).astype(np.float32) for heads in (32, 4, 4))
+    at, tiles = np.arange(128 - rows, 128), Tiles(as_tiles(k), as_tiles(v))
+    with guarded():
+        ours = attend(q[at], at, tiles, numerics=COMPILED)
+    assert np.allclose(ours, attend(q[at], at, tiles), rtol=0, atol=1e-5)
+
+
 def test_exp_keeps_its_bound_and_its_corners():
     """1e-7 is the bound that docs/numerics.md states; some two million arguments, evenly and by every exponent."""
     xs = np.concatenate([-np.linspace(0, 87, 1 << 20), -np.exp(np.linspace(-80, np.log(87), 1 << 20))]).astype(np.float32)

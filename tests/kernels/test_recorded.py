@@ -75,7 +75,7 @@ def specs(draw, config):
     """Any cache for it."""
     name, _, fixed = draw(KV).partition(" ")
     own_windows = any(each.window for each in config.visibility())
-    window = draw(st.sampled_from([None, 1, 60, 200]))
+    window = draw(st.sampled_from([None, None, 1, 60, 200]))
     sinks = None if window is None or own_windows else draw(st.sampled_from([None, 0, 4, 130]))
     kind, size = draw(st.sampled_from(["contiguous", "paged"])), draw(st.sampled_from([1, 8, 16, 32, 128]))
     size = max(size, 32) if name == "int4" else size
@@ -131,6 +131,21 @@ def test_a_recorded_step_is_its_operations_one_by_one(data):
 def alike(one, other):
     """Whether sequences of two kinds of caches can be rows of one step: a model is told positions in one way."""
     return one.visibility.streaming == other.visibility.streaming and (one.window is None) == (other.window is None)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("spec", [CacheSpec(), CacheSpec("paged", 16)], ids=["contiguous", "paged"])
+def test_layers_that_see_unlike_have_their_own_tables(name, spec):
+    """The first and the last of three see 40 keys, of which a contiguous cache keeps a ring that turns; the other sees all."""
+    config = replace(SHAPES[name], num_layers=3, num_positions=CAPACITY, **({"windows": ()} if name == "llama" else {}))
+    params = fit_for(module_for(config).random_params(config, 1, scale=0.2), COMPILED)
+    own = [Visibility(40), Visibility(), Visibility(40)]
+    ours, theirs = (new_caches(config, spec, 1, own)[0] for _ in range(2))
+    tokens = np.random.default_rng(0).integers(0, 70, 512)
+    for part in np.split(tokens, [128, 256, 384, 480, 481, 489]):
+        with guarded():
+            logits = forward(params, part, ours, rows=[-1], numerics=COMPILED)
+        assert np.array_equal(logits, one_by_one(params, part, theirs, rows=[-1], numerics=COMPILED))
 
 
 SHAPES = {
