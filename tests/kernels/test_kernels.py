@@ -22,6 +22,7 @@ from tests.support import examples, head_counts
 pytest.importorskip("numba", reason="not run: numba is not installed (pip install 'nanokv[cpu]')")
 
 from nanokv.kernels import compiled, matrix
+from nanokv.kernels.recording import Program
 from tests.kernels.guard import guarded
 
 SEEDS = st.integers(0, 1 << 30)
@@ -101,6 +102,33 @@ def test_a_product_in_any_format_is_the_oracles_with_the_decoded_weights(seed, r
     assert np.array_equal(np.isnan(packed.to_array()), np.isnan(weight))
     with np.errstate(invalid="ignore"), guarded():
         assert same(linear(x, packed, numerics=COMPILED), oracle.linear(x, packed.to_array()))
+
+
+def packed_in(form, weight):
+    """pack(), and Q4_1, which comes from files only."""
+    if form != "int4 with lows":
+        return pack(weight, form)
+    rng, groups = np.random.default_rng(3), -(-weight.shape[1] // 32)
+    codes = rng.integers(0, 16, (len(weight), groups, 32), np.uint8)
+    scales, lows = (rng.standard_normal((len(weight), groups)).astype(np.float16) for _ in range(2))
+    return matrix.from_int4(codes, scales, lows, weight.shape)
+
+
+@pytest.mark.parametrize("form", [*FORMATS, "int4 with lows"])
+@pytest.mark.parametrize("rows", [1, 2, 7, 97])
+@pytest.mark.parametrize("width", [32, 64, 150, 256])
+def test_every_way_through_a_format_is_the_oracles(form, rows, width):
+    """One row, few, a block and one more; no whole segment, one, several and a part, several; three panels; an embedding."""
+    rng = np.random.default_rng(width)
+    x, bias = rng.standard_normal((rows, width), np.float32), rng.standard_normal(130, np.float32)
+    packed = packed_in(form, rng.standard_normal((130, width), np.float32))
+    with guarded():
+        assert same(linear(x, packed, bias, COMPILED), oracle.linear(x, packed.to_array(), bias))
+    ids, out, program = rng.integers(0, 130, rows), np.empty((rows, width), np.float32), Program()
+    program.embed(ids, packed, None, ids, out)
+    with guarded():
+        program.ready().run(rows, 2)
+    assert same(out, packed[ids])
 
 
 @pytest.mark.parametrize("form", ["float32", "bf16", "fp16"])
