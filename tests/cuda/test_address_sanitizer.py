@@ -1,15 +1,14 @@
 """The kernels of every source built with AddressSanitizer, each in a process of its own: NumPy's arrays, the fibers' stacks,
-the header itself. Every day one source, all in the thorough profile."""
+the header itself."""
 
 import os
 import subprocess
 import sys
 
 import pytest
-from hypothesis import settings
 
 from tests.cuda.machine import compiler
-from tests.support import EVERYDAY, ROOT
+from tests.support import ROOT
 
 pytest.importorskip("numba", exc_type=ImportError)
 from tests.cuda.small_examples import EXAMPLES
@@ -24,10 +23,9 @@ flags = ("-O1", "-fsanitize=address", "-fno-omit-frame-pointer")
 assert EXAMPLES[file]({file: opened(build(file, kernels=KERNELS[file], flags=flags))})
 print("clean")
 """
-THOROUGH = settings.default.max_examples > EVERYDAY
 
 
-@pytest.mark.parametrize("file", list(EXAMPLES) if THOROUGH else ["choose.cu"])
+@pytest.mark.parametrize("file", list(EXAMPLES))
 def test_kernels_run_clean_under_address_sanitizer(file):
     found = subprocess.run([compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     library = found.stdout.strip()
