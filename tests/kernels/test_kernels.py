@@ -213,10 +213,10 @@ def test_attention_is_the_oracles(seed, length, heads, dim, visibility, draw):
 @pytest.mark.parametrize("dim", [16, 64, 100])
 @pytest.mark.parametrize("rows", [1, 8, 9, 128])
 def test_many_heads_have_the_memory_they_need(rows, dim):
-    """Where what the heads of all rows take is more than a tile takes."""
+    """What the heads of all rows take is more than a tile takes; tiles are enough for one thread to take one with all heads."""
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((128, heads, dim)).astype(np.float32) for heads in (32, 4, 4))
-    at, tiles = np.arange(128 - rows, 128), Tiles(as_tiles(k), as_tiles(v))
+    q, k, v = (rng.standard_normal((1024, heads, dim)).astype(np.float32) for heads in (32, 4, 4))
+    at, tiles = np.arange(1024 - rows, 1024), Tiles(as_tiles(k), as_tiles(v))
     with guarded():
         ours = attend(q[at], at, tiles, numerics=COMPILED)
     assert np.allclose(ours, attend(q[at], at, tiles), rtol=0, atol=1e-5)

@@ -347,6 +347,21 @@ def test_a_long_step_keeps_no_memory(name, monkeypatch):
     assert [found.rows for found in vars(fresh)["_programs"].values()] == [32, 32]
 
 
+@pytest.mark.parametrize("spec", [CacheSpec(), CacheSpec("paged"), CacheSpec(kv_dtype="int8")], ids=["whole", "paged", "int8"])
+def test_a_copy_of_a_cache_goes_on_in_its_own_memory(spec):
+    params = small("gpt2")
+    tokens = np.random.default_rng(5).integers(0, 70, (3, 5))
+    cache, fresh = new_caches(params.config, spec, 2)
+    forward(params, tokens[0], cache, numerics=COMPILED)
+    other = cache.copy()
+    forward(params, tokens[1], other, numerics=COMPILED)
+    ours = forward(params, tokens[2], cache, numerics=COMPILED)
+    theirs = forward(params, tokens[2], other, numerics=COMPILED)
+    assert np.array_equal(theirs, forward(params, tokens.reshape(-1), fresh, numerics=COMPILED)[10:])
+    fresh.truncate(5)
+    assert np.array_equal(ours, forward(params, tokens[2], fresh, numerics=COMPILED))
+
+
 def test_hidden_states_of_one_step_outlive_the_next():
     params = small("gpt2")
     cache = one_cache(params.config)
