@@ -99,33 +99,30 @@ def step_tables(
     alike = [which.setdefault(each, len(which)) for each in zip(*(one.alike for one, _ in members), strict=True)]
     homes, slots = np.empty(len(positions), np.int64), np.empty((len(which), len(positions)), np.int64)
     groups: list[np.ndarray] = []
-    lines: list[np.ndarray] = []
-    places: list[np.ndarray] = []
+    every: list[_Run] = []
     owners: list[np.ndarray] = []
     keys, count = set(), 0
     for group in range(len(which)):
-        table, layer, source = [], alike.index(group), 0
+        runs, layer, source = [], alike.index(group), 0
         for (one, rows), own in zip(members, sources, strict=True):
             last_source = source + own.shape[1] - 1
             homes[rows], slots[group, rows] = last_source, one.step_slots(layer)
             for key, run in _runs_of(one, layer, rows.start, positions[rows], turned_twice, shape):
                 keys.add(key)
-                last = count + len(run.lines)
-                table.append((run.begin, run.end, count, last, run.visibility.window or 0, run.visibility.sinks))
-                lines.append(run.lines)
-                places.append(run.places)
+                runs.append(run)
                 in_full = run.lines[:, layout.CODEC] == layout.FLOAT32
                 owners.append(np.where(in_full, last_source, source))
-                count = last
             source = last_source + 1
-        groups.append(np.array(table, np.int64))
+        groups.append(_run_table(runs, count))
+        every += runs
+        count = int(groups[-1][-1, layout.LAST])
     if len(keys) > 1:
         return None
     ((unit_size, fixed),) = keys
     tables = arranged(
-        groups, alike, positions=positions, tiles=np.concatenate(lines),
-        sources=np.concatenate(sources, axis=1), which=np.concatenate(owners), homes=homes, units=np.concatenate(places),
-        unit_size=unit_size, fixed=fixed,
+        groups, alike, positions=positions, tiles=np.concatenate([run.lines for run in every]),
+        sources=np.concatenate(sources, axis=1), which=np.concatenate(owners), homes=homes,
+        units=np.concatenate([run.places for run in every]), unit_size=unit_size, fixed=fixed,
     )  # fmt: skip
     return tables, slots[alike]
 
@@ -176,6 +173,16 @@ def _sinks_apart(lines: np.ndarray, places: np.ndarray, sinks: int) -> tuple[np.
     return both, np.concatenate([places[:count], places])
 
 
+def _run_table(runs: Sequence[_Run], first: int = 0) -> np.ndarray:
+    """layout.py's columns of runs whose tiles are listed one run after the other, from `first` on."""
+    table = np.empty((len(runs), layout.RUN_COLUMNS), np.int64)
+    for i, run in enumerate(runs):
+        last = first + len(run.lines)
+        table[i] = run.begin, run.end, first, last, run.visibility.window or 0, run.visibility.sinks
+        first = last
+    return table
+
+
 def _fold(
     q: Array,
     q_sinks: Array,
@@ -187,15 +194,11 @@ def _fold(
     scale: float | None,
     out: Array,
 ) -> None:
-    table, first = np.empty((len(runs), layout.RUN_COLUMNS), np.int64), 0
-    for i, run in enumerate(runs):
-        last = first + len(run.lines)
-        table[i] = run.begin, run.end, first, last, run.visibility.window or 0, run.visibility.sinks
-        first = last
     lines, places = (
         (runs[0].lines, runs[0].places)
         if len(runs) == 1
         else (np.concatenate([run.lines for run in runs]), np.concatenate([run.places for run in runs]))
     )
     scale = q.shape[2] ** -0.5 if scale is None else scale
+    table = _run_table(runs)
     compiled_kernels(q).attend(q, q_sinks, positions, table, lines, places, unit_size, kv_heads, fixed, scale, out)
