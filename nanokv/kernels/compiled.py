@@ -11,14 +11,9 @@ from numba import get_num_threads
 
 from nanokv.kernels import layout
 from nanokv.kernels.matrix import Matrix, pack
-from nanokv.kernels.recording import Program, Tables, arranged
+from nanokv.kernels.recording import Program, Tables, arranged, solid
 
 F = np.float32
-
-
-def _solid(array: np.ndarray) -> np.ndarray:
-    """Rows one after the other in memory, as the kernels take them."""
-    return np.require(array, F, ["C_CONTIGUOUS", "ALIGNED"])
 
 
 def _run(program: Program, rows: int, tables: Tables | None = None) -> None:
@@ -29,7 +24,7 @@ def linear(x: np.ndarray, weight: Matrix | np.ndarray, bias: np.ndarray | None) 
     """x [R, K], weight [N, K], bias [N] -> [R, N]. An array is packed first, at each call: give a Matrix."""
     matrix = weight if isinstance(weight, Matrix) else pack(weight)
     out, program = np.empty((len(x), len(matrix)), F), Program()
-    program.linear(_solid(x), matrix, None if bias is None else _solid(bias), out)
+    program.linear(solid(x), matrix, None if bias is None else solid(bias), out)
     _run(program, len(x))
     return out
 
@@ -37,7 +32,7 @@ def linear(x: np.ndarray, weight: Matrix | np.ndarray, bias: np.ndarray | None) 
 def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float) -> np.ndarray:
     """[R, K] -> [R, K]"""
     out, program = np.empty(x.shape, F), Program()
-    program.layer_norm(_solid(x), _solid(weight), _solid(bias), eps, out)
+    program.layer_norm(solid(x), solid(weight), solid(bias), eps, out)
     _run(program, len(x))
     return out
 
@@ -45,7 +40,7 @@ def layer_norm(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, eps: float) 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """[..., K] -> [..., K]"""
     out, program = np.empty(x.shape, F), Program()
-    program.rms_norm(_solid(x), _solid(weight), eps, out)
+    program.rms_norm(solid(x), solid(weight), eps, out)
     _run(program, x.size // x.shape[-1])
     return out
 
@@ -62,7 +57,7 @@ def gelu_erf(x: np.ndarray) -> np.ndarray:
 
 def _gelu(x: np.ndarray, by_erf: bool) -> np.ndarray:
     out, program = np.empty(x.shape, F), Program()
-    program.gelu(_solid(x), out, x.shape[1], by_erf)
+    program.gelu(solid(x), out, x.shape[1], by_erf)
     _run(program, len(x))
     return out
 
@@ -70,7 +65,7 @@ def _gelu(x: np.ndarray, by_erf: bool) -> np.ndarray:
 def swiglu(gate_up: np.ndarray) -> np.ndarray:
     """[R, 2 I] -> [R, I]"""
     out, program = np.empty((len(gate_up), gate_up.shape[1] // 2), F), Program()
-    program.swiglu(_solid(gate_up), out, out.shape[1])
+    program.swiglu(solid(gate_up), out, out.shape[1])
     _run(program, len(gate_up))
     return out
 
@@ -78,7 +73,7 @@ def swiglu(gate_up: np.ndarray) -> np.ndarray:
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, adjacent: bool) -> np.ndarray:
     """x [R, H, D], cos, sin [R, 1, D / 2] -> [R, H, D]"""
     out, program = np.empty(x.shape, F), Program()
-    program.rotate(_solid(x), x.shape[1], x.shape[2], _solid(cos[:, 0]), _solid(sin[:, 0]), adjacent, out)
+    program.rotate(solid(x), x.shape[1], x.shape[2], solid(cos[:, 0]), solid(sin[:, 0]), adjacent, out)
     _run(program, len(x))
     return out
 
@@ -99,8 +94,8 @@ def attend(
     """Runs of rows over the tiles that layout.py's tables list: q, q_sinks, out [R, Hq, D], positions [R], runs, tiles [N, …],
     units [N, T / unit_size]. `fixed` is fp8's scale. Rows that no run names are left as they are."""
     heads, dim = q.shape[1:]
-    one, program = _solid(q), Program()
-    program.attend(one, one if q_sinks is q else _solid(q_sinks), (kv_heads, heads // kv_heads, dim), 0, 0, scale, out)
+    one, program = solid(q), Program()
+    program.attend(one, one if q_sinks is q else solid(q_sinks), (kv_heads, heads // kv_heads, dim), 0, 0, scale, out)
     sources = np.ascontiguousarray(tiles[None, :, layout.CODEC : layout.QUERY])
     tables = arranged(
         [runs],

@@ -155,7 +155,7 @@ class Program:
         """tokens [R] int64, a matrix [V, E] -> out [R, E]; plus the rows of `places` [., E] at positions [R]."""
         self.kept.append(matrix)
         form, width = FORMATS.index(matrix.form), matrix.shape[1]
-        table = 0 if places is None else _constant(_rows(places, width))
+        table = 0 if places is None else solid(_rows(places, width))
         self._write(embed_kernel, width, tokens, form, *matrix.addresses, table, positions, _rows(out, width))
 
     def append(
@@ -187,8 +187,8 @@ def _bits(real: float) -> int:
     return int(np.float32(real).view(np.int32))
 
 
-def _constant(array: np.ndarray) -> np.ndarray:
-    """What a kernel only reads, as it takes it: the array itself, or a copy."""
+def solid(array: np.ndarray) -> np.ndarray:
+    """Float32, rows one after the other in memory, as the kernels take what they read: the array itself, or a copy."""
     return np.require(array, F, ["C_CONTIGUOUS", "ALIGNED"])
 
 
@@ -201,7 +201,7 @@ def _rows(array: np.ndarray, width: int) -> np.ndarray:
 
 def _vector(array: np.ndarray, width: int) -> np.ndarray:
     """A constant [1, width] of what must be [width]."""
-    return _constant(_rows(array[None], width))
+    return solid(_rows(array[None], width))
 
 
 class Ready:
@@ -220,18 +220,24 @@ class Ready:
         self._program[operation, column] = address_of(array)
 
     def run(self, rows: int, threads: int, tables: Tables | None = None, skip: tuple[int, ...] = ()) -> None:
-        """On `threads` threads; operations `skip` are left out."""
-        tables = tables or Tables()
-        block = self._block
+        """On `threads` threads; operations `skip` are left out. `tables`: for a program with attention or append."""
         self._make_room(tables, threads)
+        if tables is not None:
+            self._tell(tables)
         self._program[:, layout.ROWS] = rows
         self._program[list(skip), layout.ROWS] = 0
         self._counters[:] = 0
+        self._block[layout.STEPS], self._block[layout.THREADS] = len(self._program), threads
+        run(threads, address_of(self._block), address_of(self._scratch))
+
+    def _tell(self, tables: Tables) -> None:
+        """Tells the kernels where tables lie."""
+        block = self._block
         for column, number in (
-            (layout.STEPS, len(self._program)), (layout.THREADS, threads), (layout.NUM_ROWS, len(tables.positions)),
-            (layout.NUM_SETS, len(tables.sets)), (layout.NUM_RUNS, len(tables.runs)), (layout.NUM_LISTED, len(tables.listed)),
-            (layout.NUM_TILES, len(tables.tiles)), (layout.NUM_SOURCES, tables.sources.shape[1]),
-            (layout.UNIT_SIZE, tables.unit_size), (layout.FIXED, _bits(tables.fixed)),
+            (layout.NUM_ROWS, len(tables.positions)), (layout.NUM_SETS, len(tables.sets)), (layout.NUM_RUNS, len(tables.runs)),
+            (layout.NUM_LISTED, len(tables.listed)), (layout.NUM_TILES, len(tables.tiles)),
+            (layout.NUM_SOURCES, tables.sources.shape[1]), (layout.UNIT_SIZE, tables.unit_size),
+            (layout.FIXED, _bits(tables.fixed)),
         ):  # fmt: skip
             block[column] = number
         for column, array in (
@@ -243,24 +249,22 @@ class Ready:
             assert array.flags.c_contiguous
             assert array.dtype == I
             block[column] = address_of(array)
-        run(threads, address_of(block), address_of(self._scratch))
 
-    def _make_room(self, tables: Tables, threads: int) -> None:
+    def _make_room(self, tables: Tables | None, threads: int) -> None:
         """Scratch memory for this run; fresh where what there is does not suffice."""
-        heads, group, dim = self._shape
-        words = self._words
+        (heads, group, dim), words, block = self._shape, self._words, self._block
         if heads:
+            assert tables is not None
             longest = int((tables.runs[:, layout.END] - tables.runs[:, layout.BEGIN]).max(initial=0))
-            words = max(words, attention_words(tables.most * group, longest * group, heads, dim))
+            lines, wide = tables.most * group, -(-dim // 64) * 64
+            words = max(words, attention_words(lines, longest * group, heads, dim))
+            partial = len(tables.listed) * heads * lines
+            if self._partial.size < partial * (wide + 2):
+                self._partial = np.empty(partial * (wide + 2), F)
+            o = address_of(self._partial)
+            m = o + partial * wide * 4
+            block[layout.LINES], block[layout.PART_M : layout.PART_O + 1] = lines, (m, m + partial * 4, o)
         each = -(-words // 16) * 16
         if self._scratch.size < each * threads:
             self._scratch = np.empty(each * threads, F)
-        lines, wide = tables.most * group, -(-dim // 64) * 64
-        partial = len(tables.listed) * heads * lines
-        if self._partial.size < partial * (wide + 2):
-            self._partial = np.empty(partial * (wide + 2), F)
-        o = address_of(self._partial)
-        m = o + partial * wide * 4
-        block = self._block
-        block[layout.SCRATCH_BYTES], block[layout.LINES] = each * 4, lines
-        block[layout.PART_M : layout.PART_O + 1] = m, m + partial * 4, o
+        block[layout.SCRATCH_BYTES] = each * 4

@@ -23,7 +23,7 @@ def guarded(runner: Runner = program.run) -> Iterator[list[int]]:
     make_room, ran = recording.Ready._make_room, []
     memory: list[np.ndarray] = []  # scratch and partial results of the run that comes next
 
-    def make_guarded_room(ready: recording.Ready, tables: recording.Tables, threads: int) -> None:
+    def make_guarded_room(ready: recording.Ready, tables: recording.Tables | None, threads: int) -> None:
         make_room(ready, tables, threads)
         block = ready._block
         each = int(block[layout.SCRATCH_BYTES]) // 4
