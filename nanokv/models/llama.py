@@ -225,11 +225,7 @@ def write_norm(params: LlamaParams, program: "Program", x: Array, out: Array) ->
 
 
 def _record(params: LlamaParams, rows: int) -> Recorded:
-    """All layers, for at most `rows` rows."""
-    from nanokv.kernels.recording import Program
-
-    program, room = Program(), Room.on_host(rows, sizes(params.config))
-    return Recorded(room, program, write_layers(params, program, room))
+    return Recorded(rows, sizes(params.config), partial(write_layers, params))
 
 
 def _record_head(params: LlamaParams, rows: int) -> RecordedHead:

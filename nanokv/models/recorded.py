@@ -7,7 +7,7 @@ same function writes the launches of a card (decode_step.py): program and room a
 Symbols: R rows, E width, Hq query heads, H key-value heads, D head width, I inner width, V vocabulary, L layers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 from types import ModuleType
@@ -91,11 +91,15 @@ class Room:
 
 
 class Recorded:
-    """A model's programs for at most `room.rows` rows: its layers, and the norm and the head."""
+    """A model's layers, for at most `rows` rows. `write_layers` (program, room) writes them, and gives the places of what only
+    a cache of sinks needs."""
 
-    def __init__(self, room: Room, layers: "Program", twice: Sequence[int]):
-        self.room, self.rows, self._layers, self._twice = room, room.rows, layers.ready(), tuple(twice)
-        self._lock = Lock()
+    def __init__(self, rows: int, sizes: Sizes, write_layers: Callable[["Program", Room], list[int]]):
+        from nanokv.kernels.recording import Program
+
+        program, self.rows, self.room = Program(), rows, Room.on_host(rows, sizes)
+        self._twice = tuple(write_layers(program, self.room))
+        self._program, self._lock = program.ready(), Lock()
 
     def run(
         self,
@@ -119,7 +123,7 @@ class Recorded:
             told.tokens[:rows], told.positions[:rows], told.slots[:, :rows] = tokens, inside, slots
             for to, turn in zip((told.cos, told.sin, told.sinks_cos, told.sinks_sin), turns, strict=False):
                 to[:rows] = turn[:, 0]
-            self._layers.run(rows, get_num_threads(), tables, () if len(turns) > 2 else self._twice)
+            self._program.run(rows, get_num_threads(), tables, () if len(turns) > 2 else self._twice)
             hidden = self.room.x[:rows].copy()
         for one, _ in members_of(cache, rows):
             one.written()
