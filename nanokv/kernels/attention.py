@@ -2,8 +2,8 @@
 
 The order is docs/numerics.md's. A tile's keys of one head are decoded into a panel [D, 128], its values into [128, D'], D'
 being D filled up to a multiple of 64; so scores and weighted values are products like any other. A few queries (decoding)
-share the work by tiles, each task taking one tile of one sequence with all heads, so that every block streams through
-memory once; many queries (a prefill) by heads and blocks of rows. Both give the same bits.
+share the work by tiles, each task taking a run of them with all heads, so that blocks stream through memory once; float32 is
+read where it lies, sixteen keys turned in registers. Many queries (a prefill) share it by heads. All give the same bits.
 
 Symbols: R rows, Hq query heads, H key-value heads, G = Hq / H, D head width, T = 128 keys a tile, N tiles.
 """
@@ -59,6 +59,18 @@ def _times(x: Any, x_row: Any, rows: Any, w: Any, w_row: Any, count: Any, width:
 
 
 @inner()
+def _slot(units: Any, unit_size: Any, t: Any) -> Any:
+    """The slot of a tile's token t."""
+    return units[t // unit_size] * unit_size + t % unit_size
+
+
+@inner()
+def _place(base: Any, units: Any, unit_size: Any, t: Any, heads: Any, dim: Any, h: Any) -> Any:
+    """Where head h of a tile's token t lies, float32."""
+    return base + (_slot(units, unit_size, t) * heads + h) * dim * 4
+
+
+@inner()
 def _load_keys(
     codec: Any, planes: Any, units: Any, unit_size: Any, fixed: Any, h: Any, heads: Any, dim: Any, count: Any, rows: Any,
     keys: Any,
@@ -71,11 +83,10 @@ def _load_keys(
     for t in range(0, count, 16):
         source, step = rows.ctypes.data, width
         if codec == FLOAT32 and width == dim and unit_size >= 16:
-            slot = units[t // unit_size] * unit_size + t % unit_size
-            source, step = planes[0] + (slot * heads + h) * dim * 4, heads * dim
+            source, step = _place(planes[0], units, unit_size, t, heads, dim, h), heads * dim
         else:
             for i in range(min(16, count - t)):
-                slot = units[(t + i) // unit_size] * unit_size + (t + i) % unit_size
+                slot = _slot(units, unit_size, t + i)
                 decode_row(codec, fixed, planes, True, slot, h, heads, dim, source + i * width * 4)
         for d in range(0, width, 16):
             transpose(source + d * 4, step, to + (d * TILE + t) * 4, TILE)
@@ -87,7 +98,7 @@ def _load_values(
 ) -> None:
     """The first `count` values of head h of a tile -> values [128, D']."""
     for t in range(count):
-        slot = units[t // unit_size] * unit_size + t % unit_size
+        slot = _slot(units, unit_size, t)
         to = values.ctypes.data + t * values.shape[1] * 4
         decode_row(codec, fixed, planes, False, slot, h, heads, dim, to)
         values[t, dim:] = F(0)
@@ -377,7 +388,7 @@ def _tile_in_place(
     step = heads * dim
     scores[:] = F(0)
     for t in range(0, count, 16):
-        keys = _slot(source[1], units, unit_size, t, heads, dim, h)
+        keys = _place(source[1], units, unit_size, t, heads, dim, h)
         for i in range(many):
             to = scores.ctypes.data + (i * rows * TILE + t) * 4
             _some_scores(queries.ctypes.data + i * rows * dim * 4, rows, dim, keys + i * dim * 4, step, to)
@@ -388,7 +399,7 @@ def _tile_in_place(
     for k in range(0, count, SEGMENT):
         chains[:] = F(0)
         for t in range(k, min(k + SEGMENT, count), 16):
-            values = _slot(source[4], units, unit_size, t, heads, dim, h)
+            values = _place(source[4], units, unit_size, t, heads, dim, h)
             for i in range(many):
                 weights = scores.ctypes.data + (i * rows * TILE + t) * 4
                 to = chains.ctypes.data + i * rows * dim * 4
@@ -404,14 +415,8 @@ def _tile_in_place(
         for r in range(rows):
             if not _finite(sums[r]):
                 for t in range(count):
-                    decoded[t] = vector(_slot(source[4], units, unit_size, t, heads, dim, h + i), dim)
+                    decoded[t] = vector(_place(source[4], units, unit_size, t, heads, dim, h + i), dim)
                 _silence(scores[i * rows + r], decoded, count, sums[r])
-
-
-@inner()
-def _slot(base: Any, units: Any, unit_size: Any, t: Any, heads: Any, dim: Any, h: Any) -> Any:
-    """Where head h of a tile's token t lies, float32."""
-    return base + ((units[t // unit_size] * unit_size + t % unit_size) * heads + h) * dim * 4
 
 
 @CFunction
