@@ -11,6 +11,7 @@ any encoding: llama.cpp requantises it for every comparison, and both read the s
 
 import argparse
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -81,8 +82,6 @@ def machine(threads: int) -> Calls:
     out = np.zeros((threads, rows, 64), np.float32)
 
     def flop() -> float:
-        import time
-
         best = np.inf
         for _ in range(4):
             begin = time.perf_counter()

@@ -69,8 +69,8 @@ def load(
     llama2.c file, or a hub id such as "gpt2". `dtype`: float32 or float64. `backend`: auto, numpy or cupy. `numerics`: exact
     or fast; None is exact on NumPy and fast on CuPy, whose products make no promise about rows. `kernels`: numpy or compiled
     (numba, float32, one set of bits on every machine); auto is compiled where that can run, on `threads` threads (None: the
-    physical cores). `weights`: float32, bf16, fp16, int8 or int4; None keeps what a GGUF file has quantised, and is float32
-    otherwise. Raises a NanoKVError that says in one line what is wrong.
+    physical cores). `weights`: float32, bf16, fp16, int8, int8-row or int4; None keeps what a GGUF file has quantised, and is
+    float32 otherwise. Raises a NanoKVError that says in one line what is wrong.
     """
     from nanokv.backend import asking_for, get_backend
     from nanokv.kernels.choice import memory_for
